@@ -1,8 +1,10 @@
-"""The proofs, in the order of the code: operators against their definitions (C++ here, Triton in
-its interpreter and compiled for GPUs that are not here), models against transformers and PEFT,
-the engine against a naive loop, speculation by chi-square, the simulator against the engine and
-the papers, tensor parallelism in processes, command lines, and every claim of bench."""
-import codecs
+"""The proofs, in the order of the code: what is refused or served, the engine against a naive loop,
+speculation by chi-square, the simulator against the engine and the papers, tensor parallelism in
+processes, models against transformers and PEFT, operators against their definitions (C++ here,
+Triton in its interpreter and compiled for GPUs that are not here), every claim of bench, and
+command lines. SARATHI_SEED=1 pytest test_sarathi.py draws other random tests; one that fails
+prints what it drew."""
+import argparse
 import dataclasses
 import gc
 import gzip
@@ -28,13 +30,12 @@ from copy import copy
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache, partial
-from html import unescape
 from io import StringIO
 from itertools import accumulate, chain, combinations, pairwise, product
 from pathlib import Path
 from threading import Thread
 from tempfile import TemporaryDirectory
-from operator import mul
+from operator import is_, mul
 from unittest.mock import DEFAULT, Mock
 
 # kernels before torch: it sets how torch's threads wait
@@ -69,676 +70,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by test_triton_in
 # with a GPU, operators are tested and small models serve there
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_TORCH = os.environ.get("SARATHI_CPU") == "torch"  # the definitions alone run
+SEED = int(os.environ.get("SARATHI_SEED", 0))  # of random tests
 each = pytest.mark.parametrize
 
-# -----------------------------------------------------------------------------
-# operators: C++ against the definitions; with TRITON_INTERPRET=1 Triton against them
-
-TOLERANCE = {float32: 3e-5, float16: 4e-3, bfloat16: 3e-2}
-DTYPES = float32, float16 if INTERPRETED else bfloat16
-
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request, monkeypatch):
-    """For tests of operators. They fail if the definitions alone run."""
-    torch.manual_seed(0)
-    monkeypatch.setattr(kernels, "cpp", Mock(side_effect=kernels.cpp))
-    with torch.inference_mode(), torch.device(DEVICE):
-        yield request.param
-    assert kernels.cpp.called or INTERPRETED or DEVICE == "cuda" or IS_TORCH
-
-def near(actual, expected, scale=1.0):
-    first = actual if isinstance(actual, torch.Tensor) else actual[0]
-    tolerance = TOLERANCE[first.dtype]
-    torch.testing.assert_close(actual, expected, atol=tolerance * float(scale), rtol=tolerance,
-                               check_dtype=False)
-
-@each("n_thread", [1, 5])
-@each("n_in, n_out", [
-    (2, 1),
-    (770, 33),
-    (33, 40),  # no whole pairs of bfloat16: not packed
-    (96, 70),  # by tiles where there is AMX
-])
-def test_operator_linear(n_in, n_out, n_thread, dtype):
-    """All numbers of rows to two tiles, and a prompt's; a row does not depend on its neighbours"""
-    weight = torch.randn(n_out, n_in).to(dtype)
-    bias = torch.randn(n_out).to(dtype)
-    x = torch.randn(300, n_in).to(dtype)
-    packed = kernels.pack(weight)
-    assert torch.equal(packed.to_dense(), weight)
-    kernels.cpp.called |= not isinstance(packed, kernels.Packed)  # then torch serves
-    torch.set_num_threads(n_thread)
-    for n, shift in product((*range(1, 18), 300), (bias, None)):
-        actual = kernels.linear(x[:n], packed, shift)
-        expected = x[:n].double() @ weight.double().T + (0 if shift is None else shift)
-        near(actual, expected, n_in**0.5)
-        if isinstance(packed, kernels.Packed):
-            assert torch.equal(actual[-1:], kernels.linear(x[n - 1:n], packed, shift))
-    torch.set_num_threads(1)
-
-@each("N, C, mean", [(1, 48, 1), (33, 1040, 1), (9, 768, 1000)])
-def test_operator_add_norm(N, C, mean, dtype):
-    """RMSNorm and LayerNorm, with and without a sum, which is rounded as torch rounds it"""
-    x, y = torch.randn(2, N, C).to(dtype) + mean
-    weight, bias = torch.randn(2, C).to(dtype)
-    eps = 0.5  # large enough to be seen
-    for added, shift in product((y, None), (bias, None)):
-        total, norm = kernels.add_norm(x, added, weight, shift, eps)
-        total_ref, norm_ref = kernels.add_norm_ref(x, added, weight, shift, eps)
-        assert torch.equal(total, total_ref)
-        near(norm, norm_ref, mean**0.5)
-
-@each("gated", [True, False])
-@each("N, I", [(1, 48), (9, 1040)])
-def test_operator_activate(N, I, gated, dtype):
-    h = 5 * torch.randn(N, 2 * I if gated else I).to(dtype)
-    near(kernels.activate(h, gated), kernels.activate_ref(h, gated))
-
-@each("rotated", [True, False])
-@each("normed", [True, False])
-@each("N, H, Hk, D", [
-    (1, 4, 4, 64),
-    (21, 8, 2, 80),
-    (2, 4, 4, 5),  # not rotated
-])
-def test_operator_rotate_write(N, H, Hk, D, rotated, normed, dtype):
-    qkv = 3 * torch.randn(N, (H + 2 * Hk) * D).to(dtype)
-    norm = torch.randn(2 * D).to(dtype) if normed else None
-    angles = 6 * torch.rand(N, D // 2)
-    rope = (angles.cos(), angles.sin()) if rotated and D % 2 == 0 else (None, None)
-    pages = torch.randperm(40)[:N].int()
-    kv = torch.randn(2, 40, Hk, D).to(dtype)
-    kv_ref = kv.clone()
-    eps = 0.5  # large enough to be seen
-    q = kernels.rotate_write(qkv, *rope, kv, pages, H, Hk, norm, eps)
-    q_ref = kernels.rotate_write_ref(qkv, *rope, kv_ref, pages, H, Hk, norm, eps)
-    near([q, kv], [q_ref, kv_ref])
-
-def place(entries, lengths):
-    """Give spans or segments, few rows first, pages in random order, and add an empty one, as in a
-    CUDA graph. -> entries, table, n_decode"""
-    starts = [0, *accumulate(lengths)]
-    entries = [[*entry, start] for entry, start in zip(entries, starts)]
-    table = torch.randperm(2 * starts[-1])[:starts[-1]].int()
-    few = [entry for entry in entries if entry[1] <= DECODE_ROWS]
-    chunks = entries[len(few):]
-    padding = [10**6, 0, *[10**6] * (len(entries[0]) - 2)]
-    entries = torch.tensor([*few, padding, *chunks])
-    return entries.int(), table, len(few) + 1
-
-def cache_of(table, Hk, D, dtype):
-    """Pages that the table does not list hold NaN."""
-    kv = torch.full((2, 2 * len(table), Hk, D), float("nan"), dtype=dtype)
-    kv[:, table.long()] = torch.randn(2, len(table), Hk, D).to(dtype)
-    return kv
-
-def batch_of(requests):
-    """requests: "rows+n_past ...", few rows first -> N and a Batch on the host"""
-    sizes = [tuple(map(int, text.split("+"))) for text in requests.split()]
-    starts = [0, *accumulate(rows for rows, _ in sizes)]
-    entries = [[start, rows, n_past] for start, (rows, n_past) in zip(starts, sizes)]
-    spans, table, n_decode = place(entries, [rows + n_past for rows, n_past in sizes])
-    tokens, no_rows = kernels.zeros(starts[-1]), kernels.zeros(0)
-    arrays = tokens, no_rows, no_rows, spans.cpu().numpy(), table.cpu().numpy(), no_rows
-    return starts[-1], Batch(*arrays, n_decode)
-
-ATTENTION = [  # threads, heads, kv heads, head_dim, requests
-    (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
-    (1, 2, 2, 64, "1+0 1+63 1+64 8+57 127+0 128+1 129+70"),
-    (1, 4, 1, 64, "1+127 1+128 2+127 8+600 9+5"),
-    (1, 4, 4, 80, "1+14 7+200 1+511 9+0 15+0 16+16 17+1 31+33"),
-    (1, 4, 4, 5, "1+7 9+3 40+0"),
-    # in Triton, the tiles are those of the cases above
-    (1, 4, 1, 16, "255+0 257+64 300+40"),
-    (1, 8, 2, 80, "1+254 1+255 1+256 2+36 3+39 4+42 5+11 6+48 31+3 32+3 33+3"),
-    (5, 8, 4, 64, "5+40"),  # for one request: they divide its heads
-]
-
-@each("n_thread, H, Hk, D, requests", ATTENTION[:5] if INTERPRETED else ATTENTION)
-def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
-    N, batch = batch_of(requests)
-    q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
-    q[0] *= 20  # nearly all probabilities are 0
-    kv = cache_of(torch.from_numpy(batch.page_tables), Hk, D, dtype)
-    torch.set_num_threads(n_thread)
-    batch = batch.to(kv, H)
-    actual = kernels.attention(q, kv, batch)
-    torch.set_num_threads(1)
-    near(actual[:N], kernels.attention_ref(q, kv, batch)[:N])
-
-def test_a_cache_of_another_dtype(monkeypatch):
-    """The definitions serve: kernels would take its bytes for numbers of the model's dtype."""
-    new_cache = GPT.new_cache
-    for number in (torch.float64, torch.float16, bfloat16):
-        monkeypatch.setattr(GPT, "new_cache", lambda *args: new_cache(*args).to(number))
-        requests = mixed((None, "q"), 2)
-        serve(TARGET, requests, chunk=16)
-        if number == torch.float64:
-            check_tokens(requests)
-        first = [request.output[0] for request in requests]
-        assert first == [naive(tuple(r.prompt), r.adapter, 1)[0] for r in requests]
-
-def segments_of(requests, n_in, columns, W, widen=1):
-    """requests: "rows module rank module rank ..., ...", few rows first; B has `widen` times the
-    rank of A. columns: of each module -> N and Segments"""
-    entries = []
-    lengths = []
-    N = 0
-    for text in requests.split(","):
-        rows, *adapter = map(int, text.split())
-        for j, rank in zip(adapter[::2], adapter[1::2]):
-            first_column = sum(columns[:j])
-            entries.append([N, rows, first_column, columns[j], rank, widen * rank, j])
-            lengths.append(rank * max(cdiv(n_in, W), widen * cdiv(columns[j], W)))
-        N += rows
-    max_rank = cdiv(max(entry[4] for entry in entries), 16) * 16
-    wide = all(n % 16 == 0 for n in columns)
-    max_rows = max(rows for _, rows, *_ in entries)
-    return N, Segments(*place(entries, lengths), max_rows, len(columns), max_rank, wide)
-
-def gather(xa):
-    """As from another device with twice this one's x A"""
-    return torch.stack([xa, 2 * xa], -1).flatten(1)
-
-@each("W, n_in, columns, n_device, requests", [
-    (64, 112, (64, 130, 20), 1, "1 0 1 1 8, 1, 5 0 16 2 18, 8 1 40 2 3"),
-    (48, 192, (64, 48), 1, "8 0 17 1 5, 9 1 3, 2, 63 1 33, 64 0 16, 65 0 64 1 1"),
-    (256, 144, (513,), 1, "1 0 20, 2 0 1, 7 0 30"),
-    (80, 96, (96, 160), 1, "1 0 70 1 2, 17 0 33 1 140"),
-    (64, 64, (65, 20), 2, "3 0 1 1 20, 1, 64 0 40 1 7"),
-])
-# with more threads than segments, these divide the rows of a segment
-@each("n_thread", [1] if INTERPRETED else [1, 5])
-def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
-    N, segments = segments_of(requests, n_in, columns, W, n_device)
-    kv = cache_of(segments.page_tables, 1, W, dtype)
-    x = torch.randn(N + 3, n_in).to(dtype) / 16
-    y = torch.randn(N + 3, sum(columns)).to(dtype)
-    segments.gather_xa = gather if n_device == 2 else None
-    kernels.cpp.called |= n_device == 2  # on a CPU the definition serves an exchange
-    expected = y.double()
-    kernels.lora_ref(expected, x.double(), kv.double(), segments)
-    for way in ("batched", "bmm")[:3 - n_device]:
-        if way == "bmm":  # no graph has it: there is no padding
-            own = segments.numbers
-            segments = replace(segments, numbers=own[own[:, Segments.N_ROW] > 0])
-        torch.set_num_threads(n_thread)
-        actual = kernels.lora(y.clone, x, kv, replace(segments, way=way))
-        torch.set_num_threads(1)
-        near(actual, expected, expected.abs().max())
-
-def test_probabilities():
-    p = torch.tensor([0.1, 0.5, 0.3, 0.1])
-    two_best = torch.tensor([0, 0.5, 0.3, 0]) / 0.8
-    cases = {  # temperature, top_k, top_p -> the distribution
-        (0.0, 0, 1): torch.tensor([0.0, 1, 0, 0]),
-        (0.5, 0, 1): p**2 / sum(p**2),
-        (1.0, 2, 1): two_best,
-        (1.0, 0, 0.6): two_best,
-    }
-    settings = map(torch.tensor, zip(*cases))
-    actual = kernels.probabilities(p.log().expand(4, 4), *settings)
-    near(actual, torch.stack([*cases.values()]))
-
-def test_kept_tokens_depend_on_their_row_alone():
-    """Of equal logits the first tokens are kept, as by a stable sort; also where the mass of top_p
-    is beyond the first 1,024 tokens"""
-    torch.manual_seed(0)
-    logits = 2 * torch.randn(4, 3000).bfloat16()
-    logits[3] /= 40
-    settings = torch.tensor([[1.0, 50, 1], [1, 7, 0.9], [0.5, 0, 0.8], [1, 0, 0.9]]).T
-    p = kernels.probabilities(logits, *settings)
-    for row, (own, (temperature, k, limit)) in enumerate(zip(p, settings.T.tolist())):
-        ordered, order = (logits[row].float() / temperature).sort(descending=True, stable=True)
-        share = ordered[:int(k) or 3000].softmax(-1)
-        n = 1 + int((share.cumsum(-1) < limit).sum()) if limit < 1 else len(share)
-        assert set(own.nonzero()[:, 0].tolist()) == set(order[:n].tolist())
-        near(own[order[:n]], share[:n] / share[:n].sum())
-        alone = kernels.probabilities(logits[row:row + 1], *settings[:, row:row + 1])
-        assert torch.equal(alone[0], own)
-    assert (p[3] > 0).sum() > 1024
-
-def test_sample_takes_no_token_without_probability():
-    p = torch.tensor([0, 0.5, 0.3, 0])
-    u = torch.tensor([0.0, 0.62, 0.63, 0.9999999, 1.0])
-    tokens = kernels.sample(p.expand(5, 4), u)
-    assert tokens.tolist() == [1, 1, 2, 2, 2]
-
-@pytest.fixture(params=kernels.LAYOUTS)
-def layout(request, monkeypatch):
-    """Weights and products as another processor has them"""
-    monkeypatch.setenv("SARATHI_CPU", request.param)
-    monkeypatch.setattr(kernels, "FLAGS", kernels.FLAGS.replace("-O3", "-O1"))
-    kernels.library.cache_clear()
-    yield request.param
-    kernels.library.cache_clear()
-
-no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
-
-def has_amx():
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
-
-@no_cpp
-def test_products_of_every_layout(layout, dtype, monkeypatch):
-    columns = {"neon": 8, "avx2": 16, "torch": 0}.get(layout, 32)
-    runs = {"torch": "torch"}.get(layout, f"C++ ({layout.upper()})")
-    if layout == "amx" and not (dtype == bfloat16 and has_amx()):
-        runs = "C++ (AVX512BF16)"
-    monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
-    monkeypatch.setenv("OMP_DYNAMIC", "true")
-    line = kernels.describe(torch.ones(1, dtype=dtype))
-    threads = r"(1 thread|\d threads|1 thread, no OpenMP)"  # clang's OpenMP is not torch's
-    settings = f"SARATHI_CPU={layout}, OMP_DYNAMIC=true"
-    assert re.fullmatch(f"{re.escape(runs)}, {threads}, {settings}", line)
-    packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
-    n_column = packed.panels.size(2) if isinstance(packed, kernels.Packed) else 0
-    assert n_column == columns
-    test_operator_linear(770, 70, 1, dtype)
-    test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
-
-@no_cpp
-def test_weights_of_every_layout(layout):
-    """Trainable, saved and read by random_model, served, and merged"""
-    config = replace(TINY, head_dim=64)
-    test_forward_equals_the_oracle(config, bfloat16, 0.3)
-    ours = random_model(config)
-    adapter = random_adapter({"self_attn.k_proj": 3, "mlp.down_proj": 2}, config)
-    tokens = prompt(20)
-    alone = greedy_loop(ours.logits, tokens, 8)
-    engine = Engine(ours, chunk=16)
-    engine.add_adapter("a", adapter)
-    adapted = engine.generate([tokens], 8, "a")[0]
-    assert greedy_loop(ours.merge(adapter).logits, tokens, 8) == adapted != alone
-    assert greedy_loop(ours.logits, tokens, 8) == alone
-
-def test_a_layout_that_there_is_not(monkeypatch):
-    monkeypatch.setenv("SARATHI_CPU", "sse")
-    with pytest.raises(ValueError, match="SARATHI_CPU = 'sse': must be one of neon, avx2"):
-        GPT.from_preset(TINY)
-
-WAITING = """
-import time
-import torch
-import kernels
-x = torch.ones(64, 1024)
-kernels.activate(x, False)
-start = time.process_time()
-for _ in range(40):
-    kernels.activate(x, False)
-    time.sleep(0.01)
-print(time.process_time() - start)
-"""
-@pytest.mark.skipif(IS_TORCH, reason="the threads of OpenMP that C++ starts")
-def test_threads_that_wait_sleep_though_torch_was_imported_first():
-    """0.01 s of all CPUs. By OpenMP's default, in which a thread spins for ms, 0.4"""
-    env = {key: value for key, value in os.environ.items() if "OMP_" not in key}
-    run = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, env=env,
-                         cwd=Path(__file__).parent)
-    assert float(run.stdout) < 0.1, run.stderr
-
-@pytest.mark.skipif(DEVICE == "cuda" or sys.platform != "linux", reason="host memory, by /proc")
-def test_a_page_takes_memory_once_it_is_written():
-    def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    before = resident()
-    engine = Engine(GPT.from_preset(TINY, float32), n_page=300000)
-    engine.generate([[1, 2, 3]], 4)
-    assert engine.runner.kv.nbytes > 3e8 and resident() - before < 1e8
-
-@each("groups, files, memory, cpus", [
-    ("0::/a/b\n", {"a/memory.max": "4096\n", "a/b/memory.max": "max\n",
-                   "a/b/cpu.max": "150000 100000\n", "cpu.max": "max 100000"}, 4096, 150000),
-    ("4:memory:/a\n1:cpu,cpuacct:/docker/x\n0::/\n", {  # of a container, with its host's paths
-        "memory/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/a/memory.limit_in_bytes": "7",
-        "cpu,cpuacct/cpu.cfs_quota_us": "-1"}, 7, math.inf),
-])
-def test_limits_of_control_groups(groups, files, memory, cpus, monkeypatch, tmp_path):
-    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    for name, text in (files | {"proc/self/cgroup": groups}).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(kernels, "Path", lambda path: Path(f"{tmp_path}{path}"))
-    assert kernels.least_limit("memory.max", "memory.limit_in_bytes") == memory
-    assert kernels.least_limit("cpu.max", "cpu.cfs_quota_us") == cpus
-
-@pytest.fixture
-def compiler(monkeypatch, tmp_path):
-    """A function: scripts of the shell are the compiler, the cache is empty"""
-    def use(script):
-        path = tmp_path / "c++"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("CXX", str(path))
-        kernels.library.cache_clear()
-        kernels.private_folder.cache_clear()
-    monkeypatch.delenv("SARATHI_CPU", raising=False)
-    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(kernels, "FLAGS", kernels.FLAGS.replace("-O3", "-O1"))
-    yield use
-    use("false")
-
-@no_cpp
-@pytest.mark.skipif(not shutil.which("clang++"), reason="needs clang")
-@each("refused", ["-fno-loop-unroll-and-jam", "-fopenmp"])
-def test_compilers_that_lack_flags(refused, compiler, dtype):
-    """OpenMP is used where clang++ has it: Debian's comes without omp.h and libomp"""
-    script = f'case "$*" in *{refused}*) exit 1;; esac; exec clang++ "$@"'
-    compiler(script)
-    line = kernels.describe(torch.ones(1, dtype=dtype))
-    probe = ["sh", "-c", script, "c++", *"-fopenmp -shared -x c++ - -o /dev/null".split()]
-    found = subprocess.run(probe, input=b"#include <omp.h>", capture_output=True)
-    assert line.startswith("C++") and ("no OpenMP" not in line) == (found.returncode == 0)
-    test_operator_linear(770, 70, 1, dtype)
-    test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
-
-@no_cpp
-@each("name", ["g++", "clang++"])
-def test_tiles_of_amx(name, compiler, dtype):
-    """They are compiled for any processor. Vectors run where Linux refuses the tiles."""
-    script = f'exec {name} "$@" -mamx-tile -mamx-bf16'
-    compiler(script)
-    flags = f"{kernels.FLAGS} -DT=bf16 -DD=64 -S -o - -x c++ -".split()
-    run = partial(subprocess.run, ["sh", "-c", script, "c++", *flags], capture_output=True)
-    if run(input=b"").returncode:
-        pytest.skip(f"{name} does not know AMX")
-    assembly = run(input=(kernels.HEADER + kernels.SOURCE).encode(), check=True).stdout
-    for instruction in b"ldtilecfg", b"tileloadd", b"tdpbf16ps", b"tilestored", b"tilerelease":
-        assert instruction in assembly
-    runs = "AMX" if dtype == bfloat16 and has_amx() else "AVX512BF16"
-    assert kernels.describe(torch.ones(1, dtype=dtype)).startswith(f"C++ ({runs})")
-    test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
-    test_operator_linear(96, 70, 1, dtype)
-
-@each("script", ["exit 1", "printf '\\374\\n' >&2; exit 1", "exec sleep 9", "kill -9 $$"])
-def test_without_a_compiler_the_definitions_serve(script, compiler, capsys, monkeypatch):
-    run = subprocess.run
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: run(*a, **k | dict(timeout=0.2)))
-    compiler(script)
-    x = torch.ones(2, 32)
-    for _ in range(2):
-        total, _ = kernels.add_norm(x, x, x[0], None, 1e-5)
-        assert torch.equal(total, x + x)
-    assert kernels.library(x.dtype, 80) is None
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "C++" in err
-
-@no_cpp
-def test_a_compiler_that_fails_for_one_head_dim(compiler, dtype, capsys):
-    """As when it takes too long: there attention runs in torch, all else in C++"""
-    compiler('case "$*" in *-DD=80*) exit 1;; esac; exec g++ "$@"')
-    test_operator_attention(1, 4, 4, 80, "1+14 9+3", dtype)
-    assert not kernels.cpp.called
-    test_operator_activate(2, 3, True, dtype)
-    assert "C++ operators not compiled" in capsys.readouterr().err
-
-@no_cpp
-def test_the_cache_of_operators(compiler, capsys):
-    """Compiled once; not kept where others could write"""
-    found = []
-    for mode in (0o755, 0o755, 0o777):
-        compiler('exec g++ "$@"')
-        kernels.CACHE.mkdir(exist_ok=True)
-        kernels.CACHE.chmod(mode)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(subprocess, "run", Mock(side_effect=subprocess.run))
-            assert kernels.library(float32, 64)
-            found.append(subprocess.run.call_count)
-        assert len([*kernels.CACHE.iterdir()]) == 1
-    assert found == [2, 1, 2]
-    assert "are not kept: only you" in capsys.readouterr().err
-
-def test_a_user_without_a_home(tmp_path):
-    """And without UTF-8 as default, as on Windows. How threads wait is set before torch is imported
-    in each file: libraries read the environment when they are loaded."""
-    code = """
-import os, pwd, sys
-pwd.getpwuid = {}.__getitem__
-sys.modules["torch"] = None  # an import of it raises
-for name in ("kernels", "model", "sarathi", "bench"):
-    os.environ.pop("GOMP_SPINCOUNT", None)
-    try:
-        __import__(name)
-    except ImportError:
-        print(os.environ["GOMP_SPINCOUNT"])
-del sys.modules["torch"]
-import bench, kernels
-print(kernels.CACHE)
-"""
-    environment = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-    for name in ("HOME", "XDG_CACHE_HOME"):
-        environment.pop(name, None)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
-                         cwd=Path(__file__).parent, env=environment | {"TMPDIR": str(tmp_path)})
-    expected = [*["3000"] * 4, f"{tmp_path}/.cache/sarathi"]
-    assert run.stdout.splitlines() == expected, run.stderr
-
-@pytest.fixture(scope="session", autouse=True)
-def interpreter(request, tmp_path_factory):
-    """The tests of operators in a process beside the others, and the file of its output. triton
-    reads TRITON_INTERPRET when it is imported."""
-    wanted = {item.name for item in request.session.items}
-    if test_triton_in_its_interpreter.__name__ not in wanted:
-        yield
-        return
-    path = tmp_path_factory.mktemp("interpreter") / "output"
-    command = [sys.executable, "-m", "pytest", "-qx", "-k", "operator and not linear", __file__]
-    with open(path, "w") as file, subprocess.Popen(
-            command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=file, stderr=file) as run:
-        yield run, path
-        run.kill()
-
-@each("arch, memory, family, number, H, Hk, D, spec, rank", [
-    # memory: bytes that a program may share; number: dtype; spec: drafts
-    (80, 166912, "gpt2", float32, 16, 4, 128, 7, 260),
-    (86, 101376, "llama", bfloat16, 32, 8, 256, 7, 64),
-    (89, 101376, "llama", bfloat16, 8, 8, 64, 2, 128),
-    (90, 232448, "qwen3", bfloat16, 64, 8, 128, "off", 256),
-    (120, 101376, "gpt2", float16, 32, 4, 96, 2, 16),
-])
-def test_triton_compiles(arch, memory, family, number, H, Hk, D, spec, rank, monkeypatch,
-                         tmp_path):
-    """All that an engine launches on a GPU: no registers are spilled, shared memory suffices, and
-    16-bit numbers are not loaded or stored one by one."""
-    compile_only, made = compiles_for(arch, memory, monkeypatch)
-    # the products of weights are torch's own
-    monkeypatch.setattr(model_py, "linear", lambda x, w, _=None: x.new_empty(len(x), len(w)))
-    engine = launching_engine(compile_only, monkeypatch, H, Hk, D, family, number, spec, rank)
-    for _ in range(3):
-        engine.step()
-    names = Counter(compiled.metadata.name for compiled in made.values())
-    # of float32, chunks have no larger tiles
-    assert len(names) == 7 and names["_attention_kernel"] == (1 if number == float32 else 2)
-    for compiled in made.values():
-        name = compiled.metadata.name
-        # Triton 3.6 keeps three registers in one kernel, outside its loop
-        assert n_spilled(compiled, tmp_path) <= 16, name
-        assert compiled.metadata.shared <= memory, name
-        assert not re.search(r"(ld|st)\.global[.\w]*\.[bu]16\b", compiled.asm["ptx"]), name
-
-def compiles_for(arch, memory, monkeypatch):
-    """For a GPU that is not here. Returns a launch(kernel, grid), and {hash: what it compiled}"""
-    triton = pytest.importorskip("triton")
-    driver = Mock(get_current_device=lambda: arch)
-    driver.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", arch, 32)
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(kernels, "cores_of", lambda device: (132, memory + 1024))  # of a core
-    made = {}
-
-    def compile_only(kernel, grid):
-        def launch(*args, **options):
-            compiled = kernel.warmup(*args, grid=grid, **options)
-            made[compiled.hash] = compiled
-        return launch
-    return compile_only, made
-
-def n_spilled(compiled, folder):
-    """Bytes of registers that have no room"""
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    command = [sys.modules["triton"].knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
-    return int(re.search(r"STACK:(\d+)", subprocess.check_output(command, text=True))[1])
-
-@each("arch, memory, number, D, G", [
-    *((80, 166912, bfloat16, D, G) for D, G in product((64, 128, 256), (16, 32))),
-    (86, 101376, float32, 128, 1),
-    (80, 166912, float32, 256, 1),
-    (86, 101376, float16, 128, 16),
-])
-def test_attention_spills_no_registers(arch, memory, number, D, G, monkeypatch, tmp_path):
-    """Each choice of block sizes, with G heads of a kv head. A core of 100 KB has room for two
-    programs of large tiles."""
-    launch, made = compiles_for(arch, memory, monkeypatch)
-    monkeypatch.setattr(sys.modules["triton"].JITFunction, "__getitem__", launch)
-    q = torch.zeros(1, G, D, dtype=number)
-    tiles = torch.zeros(1, 8, dtype=torch.int32)
-    large = tiles[:int(number != float32)]  # of float32 there are none
-    batch = Mock(small_tiles=tiles, large_tiles=large, n_part=0, page_tables=tiles[0])
-    kernels.attention_triton(q, torch.zeros(2, 9, 1, D, dtype=number), batch, q)
-    assert len(made) == 1 + len(large)
-    for compiled in made.values():
-        assert n_spilled(compiled, tmp_path) == 0
-        assert compiled.metadata.shared + 1024 <= (memory + 1024) / (1 + (number == float16))
-
-def nothing_is_computed(monkeypatch):
-    """Logits may be NaN from now on."""
-    monkeypatch.setattr(torch.Tensor, "isfinite", lambda x: torch.ones_like(x, dtype=torch.bool))
-
-def launching_engine(launch, monkeypatch, H, Hk, D, family="llama", number=float32, spec="off",
-                     rank=16, n_layer=1):
-    """An engine with two prompts, of 600 tokens with an adapter and of 200, on a GPU that is not
-    here: launch(kernel, grid) stands for its Triton kernels."""
-    triton = pytest.importorskip("triton")
-    nothing_is_computed(monkeypatch)
-    monkeypatch.setattr(kernels, "backend", lambda *_: "triton")
-    monkeypatch.setattr(model_py, "pack", lambda weight: weight)
-    monkeypatch.setattr(triton.JITFunction, "__getitem__", launch)
-    config = GPTConfig(n_layer, H, 512, None, Hk, D, 61, 1024, family)
-    model = GPT.from_preset(config, number)
-    requests = [Request([1] * n, 20, name) for n, name in ((600, "adapter"), (200, None))]
-    adapters = {"adapter": Adapter.random(config, rank, dtype=number)}
-    draft = None if spec == "off" else sarathi.Zeros()
-    return start(model, requests, "sarathi_serve", adapters, chunk=600, draft=draft, spec=spec)
-
-class Launches(TorchDispatchMode):
-    """Counts the operators that run on a device: not views, and not those that reserve memory; and
-    the bytes of tensors."""
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-        self.n_bytes = 0
-        self.peak = 0
-
-    def __torch_dispatch__(self, operator, types, args=(), options=None):
-        name = operator.overloadpacket.__name__
-        if not operator.is_view and not re.match("(new_)?empty|_unsafe_view|detach", name):
-            self.counts[name] += 1
-        out = operator(*args, **options or {})
-        is_new = isinstance(out, torch.Tensor) and not operator.is_view
-        if is_new and name != "_unsafe_view":
-            storage = out.untyped_storage()
-            self.take(storage.nbytes())
-            weakref.finalize(storage, self.take, -storage.nbytes())
-        return out
-
-    def around(self, forward):
-        def counted_forward(*args):
-            with self:
-                return forward(*args)
-        return counted_forward
-
-    def take(self, n_bytes):
-        self.n_bytes += n_bytes
-        self.peak = max(self.peak, self.n_bytes)
-
-@each("family, H, Hk", [("qwen3", 16, 2), ("gpt2", 8, 8)])
-def test_an_iteration_takes_the_memory_that_is_kept_for_it(family, H, Hk, monkeypatch):
-    nothing = lambda kernel, grid: lambda *_, **__: None
-    engine = launching_engine(nothing, monkeypatch, H, Hk, 64, family)
-    launches = Launches()
-    engine.model.forward = launches.around(engine.model.forward)
-    engine.step()
-    assert 0.6 < launches.peak / engine.model.iteration_bytes(600, 2) <= 1
-
-def test_an_adapter_is_copied_layer_by_layer(monkeypatch):
-    """A GPU has no room for a second copy of all."""
-    adapter = ADAPTERS["all"]
-    kv = TARGET.new_cache(1 + adapter.n_page)
-    sizes = []
-    to = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **options: sizes.append(
-        len(x.flatten())) or to(x, *args, **options))
-    adapter.write(kv, range(1, 1 + adapter.n_page))
-    assert torch.equal(kv[:, :, 1:].flatten(3).cpu(), adapter.planes) and kv.any()
-    assert max(sizes) == len(adapter.planes[0].flatten())
-
-@each("scheduler, lora", [("sarathi", "batched"), ("prefill_first", "batched"),
-                          ("sarathi", "merge")])
-def test_the_cache_leaves_room_for_iterations(scheduler, lora, monkeypatch):
-    """Of 100 MB. prefill_first may feed as many tokens at once as the cache holds; weights with a
-    merged adapter lie beside those without."""
-    model = random_model()
-    monkeypatch.setattr(GPT, "free_memory", lambda *_: 1e8)
-    n = Engine(model, scheduler, chunk=64, max_batch=1000, lora=lora).n_page
-    reserved = 2 * model.iteration_bytes(1064, 1000)
-    if lora == "merge":
-        reserved += TINY.n_params * 4
-    if scheduler == "prefill_first":
-        reserved += model.iteration_bytes(n, 0)
-    assert n * TINY.page_bytes(4) + reserved == approx(1e8, rel=1e-3)
-
-@each("family", ["qwen3", "gpt2"])
-def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
-    """And nothing in an iteration waits for the GPU, or brings a tensor of the CPU; at its end the
-    tokens do."""
-    counts = {}
-    tolist = torch.Tensor.tolist
-    for n_layer in (1, 2):
-        launches = Launches()
-        count = lambda kernel, grid: lambda *_, **__: launches.counts.update([kernel.__name__])
-        with monkeypatch.context() as patch:
-            engine = launching_engine(count, patch, 4, 2, 64, family, n_layer=n_layer)
-            engine.generate([[1]] * 3, 2)
-            engine.run()
-            engine.add(Request([1] * 300, 3))
-            engine.step()
-            engine.model.forward = launches.around(engine.model.forward)
-            launches.counts.clear()
-            waits = Mock(side_effect=lambda tensor: [0] * len(tensor))
-            patch.setattr(torch.Tensor, "tolist", lambda tensor: tolist(tensor)
-                          if tensor.dtype == torch.int32 else waits(tensor))  # spans: on the host
-            engine.step()
-        counts[n_layer] = launches.counts
-        assert waits.call_count == 1
-    assert set(counts[2]) <= {*"embedding mul cos sin add linear index".split(), *KERNELS}
-    assert (counts[2] - counts[1]).total() == 10  # with the combination of splits
-
-@each("family, number", [("qwen3", float16), ("gpt2", float32)])
-def test_without_triton_a_gpu_is_read_once_a_batch(family, number, monkeypatch):
-    """On a device without memory: any other reading raises, and so does a tensor of another
-    device. Spans and segments are read as lists, once and not in each of the two layers."""
-    config = replace(GPT2 if family == "gpt2" else TINY, family=family)
-    world = World("cpu")
-    world.device = torch.device("meta")
-    take = lambda name, shape: torch.empty(shape, device="meta")
-    model = GPT(config, take, number, world)
-    table = torch.zeros(900, dtype=torch.int32, device="meta")
-    adapters = {op: Segments(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
-                for op, operator in config.operators.items()}
-    batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1,
-                  adapters)
-    lists = {4: [[0, 1, 5, 0], [1, 12, 0, 6]], 8: [[0, 1, 0, 16, 3, 3, 0, 0]]}
-    read = Mock(side_effect=lambda tensor: lists[tensor.size(1)])
-    monkeypatch.setattr(kernels, "backend", lambda *_: "torch")
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read(tensor))
-    logits = model.forward(batch, model.new_cache(50))
-    assert logits.shape == (2, 61) and logits.dtype == number and logits.is_meta
-    assert read.call_count == 1 + len(adapters) and config.n_layer == 2
-
-KERNELS = [f"_{name}_kernel" for name in "add_norm activate rotate_write attention combine".split()]
+@pytest.fixture(autouse=True)
+def seed_is_shown():
+    """pytest shows what a failed test printed."""
+    print(f"SARATHI_SEED={SEED}")
 
 # -----------------------------------------------------------------------------
-# models
+# models, prompts and oracles of all rooms
 
 TINY = GPTConfig(2, 8, 128, 192, n_kv_head=4, vocab_size=61, block_size=160)
 GPT2 = GPTConfig(2, 4, 64, vocab_size=61, block_size=160, family="gpt2", tied=True)
@@ -754,6 +95,14 @@ def random_model(config=TINY, dtype=float32, noise=0.0):
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return GPT.from_pretrained(folder, dtype, DEVICE)
+
+@contextmanager
+def reproducible(*what):
+    """A failure in here says what it was about."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{error}: with {what}") from error
 
 def prompt(n, seed=0):
     """Random tokens with repetitions, so that prompt lookup finds some"""
@@ -792,6 +141,1703 @@ def check_forward(engine, atol=1e-4):
         return feeds, logits, hidden
     engine.runner.forward = checked_forward
     return numbers
+
+TARGET = random_model()
+COST = CostModel.roofline(TINY, "a10g")
+
+A6000 = CostModel.roofline(preset("llama-13b"), "a6000")
+A100 = CostModel.roofline(preset("llama-7b"), "a100")
+SMALL = CostModel.roofline(preset("llama-160m"), "a100")
+VLLM = bench.Hardware("llama-7b", "a100", system="vllm").cost()  # drafts cost the host time
+ADAPTERS = {name: random_adapter(ranks) for name, ranks in {
+    "q": {"self_attn.q_proj": 4},
+    "ffn": {"mlp.up_proj": 3, "mlp.down_proj": 2, "self_attn.o_proj": 2},
+    "all": {"self_attn.q_proj": 2, "self_attn.k_proj": 3, "mlp.gate_proj": 2},
+}.items()}
+LARGE = random_adapter({"self_attn.q_proj": 20})
+
+@cache
+def draft_model(noise):
+    """The target with noise. Its drafts are accepted now and then; with much noise hardly ever."""
+    model = random_model(noise=noise)
+    model.profile = CostModel.roofline(TINY, "h200")  # so that nothing is timed
+    return model
+
+def mixed(names=(None,), n=6, **fields):
+    return [Request(prompt(3 + 11 * i % 40, i), 4 + 5 * i % 17, names[i % len(names)], **fields)
+            for i in range(n)]
+
+@cache
+def merged(name):
+    model = random_model()
+    return model.merge((ADAPTERS | {"large": LARGE})[name]) if name else model
+
+@cache
+def naive(tokens, name, n, seed=0, *settings):
+    """n tokens by the oracle, with the weights of an adapter merged. settings: temperature, top_k
+    and top_p of sampled tokens"""
+    model = merged(name)
+    if not settings:
+        return greedy_loop(model.logits, tokens, n)
+    tokens = list(tokens)
+    for _ in range(n):
+        logits = model.logits(tokens)[-1:]
+        p = kernels.probabilities(logits, *torch.tensor([settings]).T)
+        u = sarathi.uniform([(seed, len(tokens))], sarathi.TOKEN)
+        tokens.append(int(kernels.sample(p, u.to(p.device))))
+    return tokens[-n:]
+
+def check_tokens(requests):
+    for r in requests:
+        sampling = (r.seed, r.temperature, r.top_k, r.top_p) if r.temperature > 0 else ()
+        assert r.output == naive(tuple(r.prompt), r.adapter, r.max_new_tokens, *sampling)
+
+def start(model, requests, scheduler="sarathi", adapters=ADAPTERS, **options):
+    engine = Engine(model, scheduler, record=[], **options)
+    for name, source in adapters.items():
+        engine.add_adapter(name, source)
+    for request in requests:
+        engine.add(request)
+    return engine
+
+def anew(request):
+    return Request(request.prompt, request.max_new_tokens, request.adapter)
+
+def serve(*args, **options):
+    """Serve requests. -> the engine, with its record and its events"""
+    engine = start(*args, **options)
+    engine.seen = []
+    while engine.requests:
+        engine.seen += engine.step()
+    return engine
+
+def rows_of(engine, place):
+    """A number of each feed of the record, by iteration: 0 request, 1 n_past, 2 rows, 3 logits"""
+    return [[(feed.request.id, *feed[1:])[place] for feed in iteration.feeds]
+            for iteration in engine.record]
+
+def n_preempted(engine):
+    """How often a request's first token was fed again"""
+    fed = [feed.request for iteration in engine.record for feed in iteration.feeds
+           if feed.n_past == 0]
+    return len(fed) - len(set(fed))
+
+def pools_of(engine):
+    """{pool: its pages}; one pool may be both"""
+    memory = engine.memory
+    return {memory.adapter_pool: engine.adapter_pages, memory.pool: engine.n_page}
+
+def check_pages(engine):
+    """A page is free or has one owner. Owners are running requests and loaded adapters, among them
+    all of running requests."""
+    owners = set()
+    for pool, n_page in pools_of(engine).items():
+        pages = sorted(np.concatenate([pool.free, *pool.tables.values()]))
+        assert pages == [*range(pages[0], pages[0] + n_page)]
+        owners |= {owner for owner, pages in pool.tables.items() if len(pages)}
+    running = set(engine.running)
+    loaded = set(engine.memory.loaded)
+    assert running <= owners <= running | loaded
+    for adapter, pages, _ in getattr(engine.runner, "in_flight", {}).values():
+        assert [*engine.memory.adapter_pool.tables[adapter]] == pages
+    users = engine.memory.n_pins
+    assert users.total() == sum(request.lora_weights in loaded for request in running)
+    for request in running:
+        adapter = request.lora_weights
+        assert adapter is None or adapter in loaded or not adapter.n_page
+        n = len(engine.memory.pool.tables[request])
+        assert n == request.max_len if engine.alloc == "reserve" else n >= request.n_past
+
+class Linear(CostModel):
+    """All chunks are nearly as good for autopilot."""
+    ms_per_token = 1.0
+
+    def parts(self, stats, lora):
+        # an array would be the same object in all times
+        return np.array(1e-3 * self.ms_per_token * stats.n_tokens), 0.0, 0.0, 0.0
+
+class SlowCopies(sarathi.ModelRunner):
+    """A copy lands when it is waited for, or else nine iterations later, whatever is there then."""
+    def __init__(self, engine, model):
+        super().__init__(engine, model)
+        self.n = 0  # iterations
+        self.in_flight = {}  # copy -> its adapter, its pages, when it was begun
+
+    def copy_adapter(self, adapter, pages):
+        pages = list(pages)
+        copied = partial(adapter.write, self.kv, pages)
+        self.in_flight[copied] = adapter, pages, self.n
+        return copied
+
+    def wait_for(self, copied):
+        if self.in_flight.pop(copied, None):
+            copied()
+
+    def wait(self):
+        for copied in [*self.in_flight]:
+            self.wait_for(copied)
+
+    def compute(self, batch):
+        self.n += 1
+        for copied, (_, _, start) in [*self.in_flight.items()]:
+            if self.n - start >= 9:
+                self.wait_for(copied)
+        return super().compute(batch)
+
+def fake_graphs(monkeypatch):
+    """From now on runners record CUDA graphs. A replay computes again what was recorded, with the
+    same weights, and the outputs of all other graphs become NaN, since they share memory."""
+    if IS_TORCH:
+        pytest.skip("no GPU has graphs of the definitions, which keep lists of segments")
+    calls = {}  # graph -> model, its weights, batch, cache, logits
+    recording = []
+    forward = GPT.forward
+    write = kernels.Batch.write
+    init = sarathi.ModelRunner.__init__
+
+    class Graph:
+        @torch.inference_mode()
+        def replay(self):
+            model, weights, batch, kv, logits = calls[self]
+            for _, _, other, _, others in calls.values():
+                others.fill_(math.nan)
+                other.hidden.fill_(math.nan)
+            with monkeypatch.context() as patch:
+                patch.setattr(model, "weights", weights)
+                logits.copy_(forward(model, batch, kv))
+
+    @contextmanager
+    def record(graph, pool):
+        assert not gc.isenabled()  # it could destroy another graph, which ends a recording
+        recording.append(graph)
+        yield
+        recording.clear()
+
+    def recorded_forward(model, *args):
+        logits = forward(model, *args)
+        if recording:
+            logits = logits.clone()
+            calls[recording[0]] = model, model.weights, *args, logits
+        return logits
+
+    def init_with_graphs(runner, engine, model):
+        init(runner, engine, model)
+        runner.graphs = sarathi.make_graphs(runner)
+
+    def checked_write(batch, flat, sizes):
+        assert all(x.size <= size for x, size in zip(batch.arrays(), sizes, strict=True))
+        return write(batch, flat, sizes)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(GPT, "forward", recorded_forward)
+    monkeypatch.setattr(sarathi.ModelRunner, "__init__", init_with_graphs)
+    monkeypatch.setattr(sarathi, "check_gpu", lambda *_: None)
+    monkeypatch.setattr(sarathi, "runs_triton", lambda *_: True)
+    monkeypatch.setattr(kernels.Batch, "write", checked_write)
+
+@pytest.fixture
+def unwritten_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+@cache
+def weights_of(n):
+    """An adapter of n weights"""
+    adapter = Adapter(TINY, {})
+    adapter.n_params = n
+    return adapter
+
+def feed(n_past, n, n_logits, n_weight=0):
+    """Of a request of its own. Those with as many adapter weights share the adapter."""
+    request = Request([1], lora_weights=weights_of(n_weight) if n_weight else None)
+    return Feed(request, n_past, n, n_logits)
+
+# -----------------------------------------------------------------------------
+# requests, options and calls: what is refused, and what is served
+
+ODD = [None, True, -1, 0, 1, 3, 61, 0.5, 1.5, 1e-39, 1e300, math.nan, math.inf, 1j, "", "text",
+       b"ab", [], [5, 6], {8}, {"a": 1}, [[1]], [None], range(3), np.int8(9), np.arange(4),
+       np.ones(2), object]
+ODD_IN_REQUESTS = [*ODD, 2**70, torch.tensor([3, 4]), torch.tensor(2), Request]
+ODD_IN_ENGINES = [*ODD, "goodput", "ngram", "orca", "sjf", "merge", "grow", sarathi.Sarathi("8")]
+SERVED = {  # field of a Request or an Engine -> the odd values that are served, all others are not
+    "prompt": "[5,6] {8} range(0,3) [0123] tensor([3,4])", "max_new_tokens": "1 3 61 9",
+    "adapter": "None", "temperature": "0 1 3 61 0.5 1.5 1e-39 9", "top_k": "0 1 3 61 9",
+    "top_p": "1 0.5", "arrival": "None 0 1 3 61 0.5 1.5 1e-39 9", "seed": "None 0 1 3 61 9",
+    "notes": "{'a':1}", "stop": "None True -1 0 1 3 61 b'ab' [] [5,6] {8} range(0,3) 9 [0123] "
+                                f"{2**70} tensor([3,4])",
+    "scheduler": "orca", "chunk": "1 3 61 9", "max_batch": "0 1 3 61 9", "n_page": "0 61",
+    "alloc": "grow", "draft": "None ngram", "spec": "None 1 3 61 9 goodput",
+    "alpha": "0 1 0.5 1e-39", "order": "None 0 [] sjf", "lora": "merge",
+    "adapter_pages": "0 61 9"}
+FREE = ["n_past", "drafts", "state", "output", "acceptance"]  # of a Request: set by the engine
+
+def as_text(values):
+    return " ".join(filter(None, (str(value).replace(" ", "") for value in values)))
+
+def test_odd_requests_are_refused_or_served(monkeypatch):
+    """Each odd value in each field. A refusal is one line; what is accepted ends, and harms no good
+    neighbour."""
+    rng = random.Random(SEED)
+    engine = start(TARGET, [], max_batch=8, n_page=300, alloc="grow", draft=draft_model(0.3))
+    monkeypatch.setattr(engine, "clock", sarathi.VirtualClock())
+    good = mixed([None, "q"], 12)
+    odd = {}
+    for name, value in product([*SERVED][:10] + FREE, ODD_IN_REQUESTS):
+        fields = dict(prompt=prompt(rng.randint(1, 20)), max_new_tokens=rng.randint(1, 4),
+                      temperature=rng.choice([0.0, 1.0]), adapter=rng.choice([None, "ffn"]))
+        odd[Request(**fields | {name: value})] = name, value
+    for request in rng.sample([*good, *odd], len(good) + len(odd)):
+        try:
+            engine.add(request)
+        except (ValueError, KeyError) as error:
+            del odd[request]
+            assert "\n" not in str(error)
+    engine.run()
+    check_tokens(good)
+    check_pages(engine)
+    for request in odd:
+        assert request.state in ("length", "stop")
+        assert all(type(token) is int for token in request.output)
+    for name in [*SERVED][:10] + FREE:
+        served = as_text(value for field, value in odd.values() if field == name)
+        assert served == SERVED.get(name, as_text(ODD_IN_REQUESTS)), name
+
+@each("name", [*SERVED][10:])
+def test_odd_options_are_refused_or_serve(name):
+    served = []
+    for value in ODD_IN_ENGINES:
+        requests = mixed((None, "q"), 3)
+        options = dict(n_page=300, max_batch=3, draft="ngram", cost=COST) | {name: value}
+        try:
+            engine = start(TARGET, requests, **options)
+        except (ValueError, KeyError) as error:
+            assert "\n" not in str(error)
+            continue
+        engine.run()
+        served.append(value)
+        if name != "alpha":  # the output depends on it
+            check_tokens(requests)
+    assert as_text(served) == SERVED[name]
+
+@each("options, name, most", [
+    ({}, None, 159), (dict(n_page=80), None, 79), (dict(n_page=80), "ffn", 60),
+    (dict(n_page=80, adapter_pages=45), "ffn", 79), (dict(adapter_pages=18), "ffn", 0)], ids=str)
+def test_the_longest_request_that_fits_is_served(options, name, most):
+    """A prompt of one token"""
+    engine = start(TARGET, [], max_batch=1, **options)
+    with pytest.raises(ValueError, match="exceeds the context of 160|must be in"):
+        engine.add(Request([1], most + 1, name))
+    assert not most or len(engine.generate([[1]], most, name)[0]) == most
+
+DEEP = Adapter.random(replace(TINY, n_layer=3), {"mlp.down_proj": 2})
+# a field that config.json has no key for
+Windowed = dataclasses.make_dataclass("Windowed", [("window", int, 0)], bases=(GPTConfig,))
+
+def saved(config):
+    GPT.save_pretrained(Mock(config=config, dtype=float32), "folder")
+
+WRONG = {  # a part of the line -> a call of a function, or of an engine with two requests
+    "window = 0: is not in a config.json": lambda _: saved(Windowed(2, 8, 128)),
+    "attention_bias = True: is not in .* 'qwen2'":
+        lambda _: saved(replace(TINY, family="qwen2", attention_bias=True)),
+    "unknown preset 'llama-8b': one of tiny, gpt2": lambda _: GPT.from_preset("llama-8b"),
+    "unknown system 'vLLM': one of ":
+        lambda _: bench.Hardware("llama-7b", "a100", system="vLLM").cost(),
+    "dtype = 'int8': must be one of float32": lambda _: GPT.from_preset(TINY, torch.int8),
+    "tp = 3 needs 3 processes, there are 1: torchrun": lambda _: World.start(3),
+    "tp = 8 does not divide n_kv_head = 4": lambda _: TINY.shard_of(0, 8),
+    "116.3 GB more than": lambda _: CostModel.roofline(preset("llama-70b"), "a10g"),
+    "alpha = 0: a simulator": lambda _: Engine(COST, draft="ngram"),
+    "model = 'llama-7b': must be": lambda _: Engine("llama-7b"),
+    "config = 'llama-7b': must be": lambda _: CostModel.roofline("llama-7b", "a100"),
+    "draft = .*: must be ngram, a CostModel or":
+        lambda _: Engine(COST, draft=TARGET, alpha=0.5),
+    "temperature = 0.7: with a forced alpha": lambda _: Engine(TARGET, alpha=0.5).add(
+        Request([1], temperature=0.7)),
+    "no probabilities": lambda _: Engine(COST, draft=COST, spec="confidence", alpha=0.6),
+    "vocabulary of the draft model = 7: must be in 46 .. 76": lambda _: Engine(
+        TARGET, draft=GPT.from_preset(replace(TINY, vocab_size=7), float32)),
+    "alpha of an oracle": lambda _: Engine(TARGET, spec="oracle", draft="ngram"),
+    "spec = 3: needs a draft": lambda _: Engine(TARGET, spec=3),
+    "token = 61: must be in 0 .. 60": lambda engine: engine.generate([[1], [1, 61]]),
+    "tokens in the prompt = 0": lambda engine: engine.generate([[1], []]),
+    "names in adapter = 1": lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
+    "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
+    "99": lambda engine: engine.abort(99),
+    "rank = 0": lambda engine: engine.add_adapter("lost", 0),
+    "'empty': .*have weights": lambda engine: engine.add_adapter("empty", Adapter(TINY, {"qk": 4})),
+    "'deep': .*made for this model": lambda engine: engine.add_adapter("deep", DEEP),
+    "unknown adapter 'lost': one of q": lambda engine: engine.remove_adapter("lost"),
+    "Request.id=1.* is not running": lambda engine: engine.preempt(engine.waiting[0]),
+}
+
+@each("message", WRONG)
+def test_a_wrong_call_is_one_line_and_harms_no_other(message):
+    requests = [Request([5, 6], 2, "ffn"), Request([7, 8, 9], 2, "q")]
+    engine = start(TARGET, requests, max_batch=1, n_page=80)
+    engine.step()
+    with pytest.raises((ValueError, KeyError, sarathi.UserCodeError), match=message) as raised:
+        WRONG[message](engine)
+    assert "\n" not in str(raised.value) and [*engine.requests.values()] == requests
+    engine.run()
+    check_tokens(requests)
+
+def test_events_stop_tokens_and_times():
+    """The first token comes without drafts. Drafts behind a stop token are not accepted."""
+    tokens = naive(tuple(prompt(25)), None, 12)
+    n = next(n for n in range(3, 8) if tokens[n - 1] not in tokens[:n - 1])
+    last = tokens[n - 1]
+    stopped = tokens[:n], "stop", 7, n - 1  # output, state, drafts, accepted ones
+    cases = (last, stopped), ([last], stopped), ({last}, stopped), (None, (tokens, "length", 9, 9))
+    for stop, (output, state, n_drafted, n_accepted) in cases:
+        request = Request(prompt(25), 12, stop=stop)
+        engine = serve(TARGET, [request], draft=TARGET, spec=7)
+        assert request.output == sum([event.tokens for event in engine.seen], []) == output
+        ends = [event.finished for event in engine.seen if event.finished]
+        assert ends == [request.state] == [state]
+        assert len(request.times) == len(output) and request.times == sorted(request.times)
+        assert engine.speculator.n_drafted == n_drafted and engine.speculator.acceptance > 0.7
+        assert engine.speculator.n_accepted == n_accepted
+        assert engine.step() == []
+
+def test_generate_ends_with_its_requests():
+    """Another one comes years later. step() does not wait for it. stop may be read once."""
+    engine = start(TARGET, [Request([1], arrival=1e8)])
+    whole, = engine.generate([prompt(5)], 16)
+    assert len(whole) == 16 and engine.step() == []
+    assert str(engine) == "Engine(Sarathi, 0 requests run, 1 wait)"
+    output, = engine.generate([prompt(5)], 16, stop=iter(whole[8:9]))
+    assert output == whole[:whole.index(whole[8]) + 1]
+
+def test_generate_compares_no_request_with_all_others(monkeypatch):
+    """Thousands of prompts take a time in proportion."""
+    compared = Mock(return_value=False)
+    monkeypatch.setattr(Request, "__eq__", lambda *_: compared())
+    assert len(Engine(COST, max_batch=4).generate([[1]] * 99, 3)) == 99
+    assert compared.call_count < 99
+
+def test_requests_start_when_they_arrive():
+    requests = [Request([0] * 9, 3, arrival=t) for t in (5.0, 2.0, 900.0)]
+    engine = start(COST, requests, "orca")
+    engine.run()
+    starts = [(iteration.feeds[0].request.id, iteration.start) for iteration in engine.record]
+    assert starts[::3] == [(1, 2.0), (0, 5.0), (2, 900.0)]
+    with pytest.raises(ValueError, match="on the engine's clock = 2.0: must be .* 900"):
+        engine.add(Request([0] * 9, 3, arrival=2.0))  # the same cell of a notebook, run again
+    engine.add(Request([0] * 9, 3, arrival=engine.record[-1].start))  # a router's
+
+# -----------------------------------------------------------------------------
+# the engine: pairwise cases against a naive loop, random programs, users' code
+
+class Careless(sarathi.PrefillFirst):
+    """Schedulers and orders may change the lists that they get."""
+    def admit(self, running, waiting):
+        started = [*waiting]
+        running.clear()
+        waiting.clear()
+        return started
+
+    def order(self, waiting, running, now):
+        return self.admit(running, waiting)[::-1]
+
+    def plan(self, requests):
+        plan = super().plan(requests)
+        requests.clear()
+        return plan
+
+@dataclasses.dataclass
+class Tagged(Request):
+    tag: str = ""
+
+FACTORS = {
+    "scheduler": list(SCHEDULERS),
+    "chunk": [5, 16, 100],
+    "alloc": ["reserve", "grow"],
+    "n_page": [75, 90],
+    "adapters": [(None,), (None, "q"), (None, "q", "ffn", "all")],
+    "draft": [None, "ngram", 0.3],  # number: noise of a model
+    "spec": ["2", "goodput_request", "confidence"],
+    "temperature": [0.0, 1.0],  # of a neighbour
+    "abort": [0, 4],  # step in which a neighbour is aborted, if not 0
+    "lora": ["batched", "bmm", "merge"],
+    "adapter_pages": [0, 45],
+    "order": [Careless().order, fcfs],
+}
+
+def pairwise_cover(factors):
+    """Cases {name: value} that hold every pair of values of two factors: of some random candidates
+    always the one that holds most of the missing pairs"""
+    rng = random.Random(SEED)
+    missing = set()
+    for (i, first), (j, second) in combinations(enumerate(factors.values()), 2):
+        missing |= set(product(product([i], first), product([j], second)))
+    cases = []
+    while missing:
+        candidates = [tuple(map(rng.choice, factors.values())) for _ in range(100)]
+        covered = [missing.intersection(combinations(enumerate(c), 2)) for c in candidates]
+        best = max(range(100), key=lambda i: len(covered[i]))
+        cases.append(dict(zip(factors, candidates[best])))
+        missing -= covered[best]
+    return cases
+
+def test_greedy_tokens_equal_the_naive_loop(unwritten_memory_is_nan):
+    preemptions = Counter()  # scheduler -> how often
+    accepted = Counter()  # drafts
+    for case in pairwise_cover(FACTORS):
+        options = dict(max_batch=4, cost=COST) | case
+        names = options.pop("adapters")
+        n_step = options.pop("abort")
+        requests = mixed(names)
+        aborted = Tagged(prompt(11), 20, names[-1])
+        # a copy shares nothing that the engine changes, and they are compared as objects
+        neighbour = replace(aborted, temperature=options.pop("temperature"))
+        if isinstance(options["draft"], float):
+            options["draft"] = draft_model(options["draft"])
+        if options["draft"] is None:
+            options["spec"] = "off"
+        engine = start(TARGET, [aborted, neighbour, *requests], **options)
+        for _ in range(n_step):
+            engine.step()
+        if n_step:
+            engine.abort(aborted.id)
+        engine.run()
+        check_pages(engine)
+        check_tokens(requests + [neighbour] * (neighbour.temperature == 0))
+        assert len(neighbour.times) == len(neighbour.output)
+        assert neighbour.notes is not aborted.notes
+        preemptions[case["scheduler"]] += n_preempted(engine)
+        if engine.speculator:
+            accepted[case["scheduler"]] += engine.speculator.n_accepted
+    assert sum(n > 0 for n in preemptions.values()) >= 5 and min(accepted.values()) > 0
+
+def test_engines_share_a_model_and_a_scheduler():
+    scheduler = sarathi.Orca()
+    merging = start(TARGET, [], scheduler, chunk=64, lora="merge", order=Careless().order)
+    other = start(TARGET, [], scheduler, chunk=16)
+    assert merging.chunk == 64 and other.chunk == 16
+    for engine in (other, merging, other, merging):
+        requests = mixed((None, "q"), 4)
+        for request in requests:
+            engine.add(request)
+        engine.run()
+        check_tokens(requests)
+
+@each("draft, lora", [("ngram", "batched"), (TARGET, "batched"), (None, "merge")])
+def test_engines_leave_no_cache_behind(draft, lora, monkeypatch):
+    """The caches are freed when the engine ends, without Python's collector, also with graphs."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
+    engine = start(TARGET, mixed((None, "q"), 3), "autopilot", cost=COST, draft=draft, lora=lora)
+    runners = [engine.runner]
+    if draft is TARGET:
+        runners.append(engine.speculator.proposer.runner)
+    caches = [weakref.ref(runner.kv) for runner in runners]
+    engine.run()
+    gc.disable()
+    for runner in runners:
+        runner.graphs = sarathi.CudaGraphs(runner)
+    del engine, runner, runners
+    assert [cache() for cache in caches] == [None] * len(caches)
+    gc.enable()
+
+def test_parts_of_ones_own_are_the_engines():
+    """What they count can be read. A second engine changes none."""
+    parts = [sarathi.Orca(), Fair(), sarathi.Goodput(), sarathi.Zeros()]
+    one, other = [Engine(COST, parts[0], chunk, order=parts[1], spec=parts[2], draft=parts[3],
+                         alpha=0.7) for chunk in (64, 32)]
+    own = [one.scheduler, one.order, one.speculator.policy, one.speculator.proposer]
+    assert all(map(is_, own, parts)) and (one.chunk, other.chunk) == (64, 32)
+    assert parts[0].engine.chunk == parts[3].engine.chunk == 64
+    mine = type("Mine", (sarathi.Sarathi,), {"chunk": 12})
+    for scheduler, chunk in ((mine, 12), (mine(), 12), (mine(7), 7), (sarathi.Sarathi, 64)):
+        assert Engine(COST, scheduler, chunk=64).chunk == chunk
+
+def test_merged_weights_follow_a_training():
+    model = random_model()
+    engine = start(model, [], lora="merge")
+    for _ in range(2):
+        outputs = engine.generate([prompt(9)], 8, "q")
+        assert outputs == start(model, []).generate([prompt(9)], 8, "q")
+        for weight in model.make_trainable():
+            weight.data *= -1
+
+class Nan(CostModel):
+    def __init__(self, seconds):
+        super().__init__(TINY, float32)
+        self.parts = lambda stats, lora: (seconds, 0.0, 0.0, 0.0)
+
+PARTS = {  # what users write -> its owner in an engine
+    "plan": lambda engine: engine.scheduler, "admit": lambda engine: engine.scheduler,
+    "order": lambda engine: engine, "n_drafts": lambda engine: engine.speculator.policy,
+    "draft": lambda engine: engine.speculator.proposer}
+
+SPOILS = [  # of what a method gives, with an odd value
+    lambda right, odd: odd,
+    lambda right, odd: [*right[:-1], odd],
+    lambda right, odd: [(request, odd) for request, _ in right],  # of a plan
+]
+
+SPOILS_ALONE = [
+    lambda right: [], lambda right: right[1:], lambda right: 2 * right,
+    lambda right: [(request, n + 1) for request, n in right],
+    lambda right: [(Request([1]), 1) for _ in right]]
+
+@each("name", PARTS)
+def test_a_mistake_in_a_users_code_is_one_line_or_harmless(name):
+    """One method gives something else: either one line names its class, or all tokens are right. No
+    engine runs without end, no page is lost."""
+    prompts = [prompt(9 + i, i) for i in range(3)]
+    right = [naive(tuple(tokens), None, 6) for tokens in prompts]
+    ways = [partial(spoil, odd=odd) for spoil in SPOILS[:3 if name == "plan" else 2]
+            for odd in [*ODD_IN_REQUESTS, Request([1])]] + SPOILS_ALONE[:5 if name == "plan" else 3]
+    n_refused = 0
+    for spoil in ways:
+        engine = Engine(TARGET, "orca", max_batch=2, n_page=99, draft="ngram", spec=3)
+        owner = PARTS[name](engine)
+        method = getattr(owner, name)
+        setattr(owner, name, lambda *args: spoil([*method(*args)]))
+        source = "Orca|<lambda>" if owner is engine else type(owner).__name__
+        engine.run_iteration = Mock(side_effect=[DEFAULT] * 50, wraps=engine.run_iteration)
+        try:
+            assert engine.generate(prompts, 6) == right
+        except sarathi.UserCodeError as mistake:
+            n_refused += 1
+            assert re.fullmatch(f"({source}) .*", str(mistake))
+        check_pages(engine)
+        assert not engine.requests
+    assert n_refused > 50
+
+def loses(engine):
+    engine.scheduler.admit = lambda running, waiting: engine.running.clear() or waiting
+
+def preempts(engine):
+    engine.memory.grow_or_preempt = lambda plan: [
+        engine.preempt(request) for request in [*engine.running]][:0]
+
+def asks(engine):
+    engine.speculator.policy.n_drafts = lambda *given: given[-1]([1])
+
+LOST = {  # message -> model, what spoils the engine
+    "Orca or the memory leaves Request.id=0, .* running. out": (COST, loses),
+    "Orca or the memory preempts Request.id=0, .* without end": (COST, preempts),
+    "Fixed calls price: set needs_price = True": (COST, asks),
+    "Nan gives nan s for an iteration": (Nan(math.nan), id),
+    "Nan gives inf s for an iteration": (Nan(torch.tensor(math.inf)), id)}
+
+@each("message", LOST)
+def test_no_part_of_a_user_lets_run_hang(message):
+    model, spoil = LOST[message]
+    engine = start(model, [Request([1] * 4, 3) for _ in range(3)], "orca", max_batch=2, alpha=0.5,
+                   draft="ngram", spec=1)
+    spoil(engine)
+    engine.run_iteration = Mock(side_effect=[DEFAULT] * 3000, wraps=engine.run_iteration)
+    with pytest.raises(sarathi.UserCodeError, match=message):
+        engine.run()
+
+FORMS = [list, np.array, torch.tensor, tuple, iter, lambda tokens: None]
+
+@each("temperature", [0.0, 0.8])
+def test_what_users_code_gives_may_be_arrays(temperature):
+    """The drafts are right, and in another of the FORMS each time."""
+    request = Request(prompt(20), 30, temperature=temperature, seed=5)
+    engine = start(TARGET, [request], "orca", draft=sarathi.Zeros(), spec=3)
+
+    def draft(request, k):
+        n = len(request.output)
+        form = FORMS[len(engine.record) % len(FORMS)]
+        return form(naive(tuple(prompt(20)), None, 30)[n:n + k])
+    engine.speculator.proposer.draft = draft
+    engine.speculator.policy.n_drafts = lambda requests, limits, *_: iter(np.array(limits))
+    engine.scheduler.plan = lambda requests: tuple((r, np.int64(r.n_todo)) for r in requests)
+    engine.run()
+    assert all(type(token) is int for token in request.output)
+    assert engine.speculator.n_drafted > 15
+    if not temperature:
+        check_tokens([request])
+        assert engine.speculator.n_accepted > 9
+
+class Heads(sarathi.Proposer):
+    """Drafts by linear heads on the last hidden state, as Medusa's and EAGLE's: the model's own
+    head, which here now and then says the token behind the next one too."""
+    def observe(self, feeds, new_tokens, hidden):
+        rows = iter(hidden.split(1))
+        for request, _, _, n_logits in feeds:
+            own = [next(rows) for _ in range(n_logits)]
+            if own:  # that of the last token which is right
+                request.notes["hidden"] = own[len(new_tokens[request]) - 1].clone()
+
+    def draft(self, request, k):
+        head = self.engine.runner.model.weights["head.weight"]
+        return kernels.linear(request.notes["hidden"], head)[0].topk(k).indices
+
+class Half(sarathi.Speculator):
+    """Allows half of the drafts."""
+    def limit(self, request):
+        return super().limit(request) // 2
+
+@each("graphs, options", [
+    (False, dict(scheduler="prefill_first")),
+    (False, dict(alloc="grow", n_page=120)),
+    (True, {}),
+], ids=str)
+def test_parts_may_be_ones_own_and_drafts_of_hidden_states(graphs, options, monkeypatch):
+    if graphs:
+        fake_graphs(monkeypatch)
+    requests = mixed([None, "q", "ffn"])
+    engine = serve(TARGET, requests, draft=Heads(), spec=6, runner=SlowCopies, speculator=Half,
+                   **options)
+    check_tokens(requests)
+    assert type(engine.runner) is SlowCopies and type(engine.speculator) is Half
+    assert engine.speculator.n_accepted > 0 and engine.speculator.n_drafted > 50
+    assert max(map(max, rows_of(engine, 3))) == 4
+
+@each("options", [{}, dict(draft="ngram", spec=3)], ids=str)
+@each("temperature", [0.0, 0.8])
+def test_nan_and_infinity_end_their_requests_alone(temperature, options):
+    """A token has an embedding that overflows, or is NaN; the request with it ends, no other."""
+    model = GPT.from_preset(TINY, torch.float32, seed=1)
+    for value in (math.nan, math.inf):
+        model.weights["embedding.weight"][60] = value
+        broken, *others = [Request(tokens, 9, temperature=temperature, seed=5)
+                           for tokens in ([1, 2, 60, 3], [1, 2, 3], [5, 6])]
+        engine = start(model, [broken, *others], **options)
+        with pytest.raises(FloatingPointError, match="NaN or infinity in the logits of request 0"):
+            engine.run()
+        engine.run()
+        check_pages(engine)
+        assert broken.state == "aborted" and not broken.output
+        assert [len(request.output) for request in others] == [9, 9]
+        if not options or not temperature:
+            prompts = [request.prompt for request in others]
+            alone = Engine(model).generate(prompts, 9, temperature=temperature, seed=5)
+            assert alone == [request.output for request in others]
+
+def test_threads_take_turns():
+    """Several generate(), one adds and aborts, the main one steps"""
+    engine = start(TARGET, [], n_page=300, max_batch=4, chunk=16, alloc="grow")
+    wrong = []
+
+    def generate(seed):
+        for i in range(6):
+            tokens = prompt(3 + 4 * i, seed)
+            if engine.generate([tokens], 5) != [naive(tuple(tokens), None, 5)]:
+                wrong.append((seed, i))
+
+    def abort():
+        for _ in range(30):
+            id = engine.add(Request(prompt(9), 50))
+            engine.abort(id)
+    threads = [Thread(target=generate, args=(seed,)) for seed in range(4)] + [Thread(target=abort)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        engine.step()
+    assert not wrong and not engine.requests and not engine.step()
+    check_pages(engine)
+
+def test_an_adapter_stays_while_a_request_is_added():
+    """One thread removes it, while another waits for an iteration to queue its request"""
+    engine = start(TARGET, [])
+    request = Request(prompt(9), 5, "ffn")
+    calls = [partial(engine.add, request), partial(engine.remove_adapter, "ffn")]
+    threads = [Thread(target=call, daemon=True) for call in calls]
+    with engine.lock:  # an iteration runs
+        for thread in threads:
+            thread.start()
+            time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    engine.run()
+    check_tokens([request])
+
+def in_turn(frame):
+    """Whether a line is of a thread's turn: of sarathi.py, below a call that changes requests"""
+    names = []
+    if frame.f_code.co_filename == sarathi.__file__ and frame.f_code.co_name != "exclusively":
+        while frame:
+            names.append(frame.f_code.co_name)
+            frame = frame.f_back
+    return "reset" not in names and {"run_iteration", "add", "abort", "preempt"} & {*names}
+
+def throw_at(n, call):
+    """Call a function. Its n-th line of a turn is interrupted, or none."""
+    n_left = n
+
+    def watch(frame, kind, _):
+        nonlocal n_left
+        n_left -= kind == "line"
+        if n_left == 0 and kind == "line":
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return watch
+
+    def watch_engine(frame, *_):
+        return watch if in_turn(frame) else None
+    before = sys.gettrace()
+    sys.settrace(watch_engine)
+    try:
+        call()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+
+def preempting(owner, name, engine, rng):
+    """Let a part of a user preempt now and then, but not the last request."""
+    method = getattr(owner, name)
+
+    def call(*args):
+        if len(engine.running) > 1 and rng.random() < 0.1:
+            engine.preempt(rng.choice(engine.running))
+        return method(*args)
+    setattr(owner, name, call)
+
+def random_program(seed):
+    """Random calls of users on an engine, each interrupted at a random line: afterwards requests,
+    lists and pages agree; no event follows an abort; at last all outputs are right."""
+    rng = random.Random(seed)
+    names = [None, "q", "ffn"]
+    draft = rng.choice([None, "ngram", "model"])
+    options = dict(draft=draft, spec=2 if draft else "off", alloc=rng.choice(["grow", "reserve"]),
+                   lora=rng.choice(["batched", "batched", "merge"]), cost=COST)
+    model = rng.choice([TARGET, TARGET, TARGET, COST])
+    if model is TARGET:
+        options["runner"] = rng.choice([None, SlowCopies])
+    else:
+        options |= dict(adapter_pages=60, alpha=0.7)
+    if draft == "model":
+        options["draft"] = draft_model(0.3) if model is TARGET else COST
+    engine = start(model, [], rng.choice([*SCHEDULERS][:5]), n_page=170, max_batch=3, chunk=16,
+                   **options)
+    parts = ["admit", "order"] + ["n_drafts", "draft"] * bool(draft)
+    for name in parts if rng.random() < 0.5 else ():
+        preempting(PARTS[name](engine), name, engine, rng)
+    if draft:
+        preempting(engine.speculator.proposer, "observe", engine, rng)
+    finish = engine.finish
+
+    def interrupted_finish(*args):
+        if rng.random() < 0.1 and sys._getframe(1).f_code.co_name == "commit":
+            raise KeyboardInterrupt
+        finish(*args)
+    engine.finish = interrupted_finish
+    requests = mixed(names, 5)
+    waiting = [*requests]
+    aborted = set()  # if the call was not interrupted
+    open = {*requests}  # these may have events
+
+    def right(request):
+        if model is COST:
+            return [0] * request.max_new_tokens
+        return naive(tuple(request.prompt), request.adapter, request.max_new_tokens)
+
+    def hand_on(event):
+        assert event.request in open
+        if rng.random() < 0.05:
+            raise KeyboardInterrupt
+        if rng.random() < 0.05 and event.request.id in engine.requests:
+            aborted.add(event.request)
+            engine.abort(event.request.id)
+            open.remove(event.request)
+
+    def abort():
+        chosen = [*engine.requests.values()]
+        request = rng.choice(chosen)
+        id = request.id if rng.random() < 0.8 else None
+        chosen = chosen if id is None else [request]
+        aborted.update(chosen)
+        engine.abort(id)
+        open.difference_update(chosen)
+        assert request.state == "aborted"
+
+    def generate():
+        tokens = tuple(prompt(7))
+        output, = engine.generate([tokens], 3)
+        assert output == ([0] * 3 if model is COST else naive(tokens, None, 3))
+    for _ in range(12):
+        calls = [partial(engine.run, hand_on), generate] + [engine.step_or_wait] * 3
+        if waiting:
+            calls += [partial(engine.add, waiting.pop())] * 3
+        if engine.requests:
+            calls.append(abort)
+        if engine.running:
+            calls.append(partial(engine.preempt, engine.running[-1]))
+        throw_at(rng.randint(0, rng.choice([0, 5, 50, 400, 3000])), rng.choice(calls))
+        lists = engine.pending + engine.waiting + engine.running
+        assert sorted(r.id for r in lists) == sorted(engine.requests)
+        assert {*lists} <= {*requests}  # those of generate have left
+        check_pages(engine)
+        assert all(len(r.times) == len(r.output) for r in lists)
+    while engine.requests or engine.events:
+        throw_at(0, partial(engine.run, hand_on))
+    for request in {*requests} - aborted:
+        assert request.id < 0 or request.output == right(request)  # it was added
+    for pool in pools_of(engine):
+        assert pool.tables.keys() <= engine.memory.loaded.keys()
+
+@each("seed", [20 * i for i in range(4)])
+def test_random_programs_with_exceptions(seed):
+    for n in range(seed, seed + 20):
+        with reproducible("program", n + 1000 * SEED):
+            random_program(n + 1000 * SEED)
+
+# -----------------------------------------------------------------------------
+# schedulers and orders
+
+@each("scheduler, n_draft, n_first, expected", [  # n_draft: of each decode, in the last iteration
+    ("static", 0, 100, [1, 1]),
+    ("orca", 0, 100, [1, 1, 100, 400]),
+    ("prefill_first", 0, 100, [100, 400]),
+    ("sarathi", 0, 100, [1, 1, 100]),
+    ("sarathi", 0, 400, [1, 1, 254]),
+    ("sarathi_serve", 0, 100, [1, 1, 100, 154]),
+    ("autopilot", 0, 100, [1, 1, 100]),
+    ("autopilot", 0, 40, [1, 1, 40]),  # 3 % below the most work per second
+    ("autopilot", 0, 20, [1, 1, 20, 10]),  # more than that; 32 tokens are a tile
+    ("sarathi", 3, 400, [1, 1, 248]),
+    ("autopilot", 30, 20, [1, 1, 20, 302]),  # 384 tokens with the drafts
+])
+def test_every_scheduler_stalls_what_its_paper_says(scheduler, n_draft, n_first, expected):
+    """Tokens in a plan: two decodes run, two prompts wait"""
+    engine = Engine(Linear(TINY, float32), scheduler, n_page=1000, draft="ngram", alpha=0.5,
+                    spec=max(n_draft, 1))
+    decodes = [Request([0] * 9, n_past=8) for _ in range(2)]
+    engine.speculator.last_k = {decodes[0]: n_draft}  # the other one is new
+    prompts = [Request([0] * n_first), Request([0] * 400)]
+    plan = engine.scheduler.plan(decodes + engine.scheduler.admit(decodes, prompts))
+    assert [n for _, n in plan] == expected
+
+@each("chunk, n, expected", [(256, 17, 239), (200, 200, 56), (128, 128, 128), (16, 20, 12)])
+def test_prompt_tokens_beside_n_decodes(chunk, n, expected):
+    """They fill the chunk; only if the decodes alone do, the next tile."""
+    assert Engine(COST, chunk=chunk).scheduler.budget([None] * n) == expected
+
+def test_autopilot_keeps_its_target():
+    """An iteration takes half the time that a request is ahead; a late request is ignored."""
+    engine = Engine(Linear(TINY, float32), sarathi.Autopilot(0.01), n_page=1000)
+    engine.clock.t = 0.2
+    late = Request([0], 21, output=[0] * 10, n_past=10, times=[0.0])
+    ahead = Request([0], 31, output=[0] * 11, n_past=11, times=[0.061])
+    # 30 * 0.01 - 0.139 - 20 * 0.002 = 0.121 s ahead; half of it is 60 tokens, less than a tile
+    plan = engine.scheduler.plan([late, ahead, Request([0] * 400)])
+    assert [n for _, n in plan] == [1, 1, 30]
+
+@each("order, waiting, running, expected", [  # adapters; upper case: was preempted
+    (fcfs, "Abacb", "", "01234"),
+    (lcfs, "Abacb", "", "04321"),
+    (cluster(1), "Abacb", "b", "14023"),
+    (cluster(2), "Abacb", "b", "01243"),
+    (cluster(2, lcfs), "abacb", "cb", "43120"),
+    (one_adapter(), "Abacb", "", "02"),
+    (one_adapter(patience=1), "Abacb", "b", "14"),
+    (one_adapter(patience=2), "Abacb", "c", ""),  # the batch runs out
+    (sjf(), "abacb", "", "41302"),
+    (sjf(3.5), "abacb", "", "01432"),  # so long have two of them waited
+    (edf(2.5), "abacb", "", "13402"),  # a deadline of its own; two are late
+])
+def test_orders_of_the_queue(order, waiting, running, expected):
+    requests = []
+    for i, name in enumerate(waiting):
+        request = Request([0], [5, 2, 9, 4, 1][i], name.lower(), arrival=float(i), id=i)
+        request.output = [7] if name.isupper() else []
+        requests.append(request)
+    requests[1].notes["ttft"] = 4.25
+    others = [Request([0], adapter=name) for name in running]
+    ordered = order(requests, others, 5.0)
+    assert "".join(str(request.id) for request in ordered) == expected
+
+def test_a_fair_order_serves_clients_alike():
+    """Those that always wait, however long their requests are; what the third did not use while it
+    was away is not made up for."""
+    requests = [Request([0] * 600, 50, "a", arrival=0.0) for _ in range(40)]
+    requests += [Request([0] * 200, 50, "b", arrival=0.0) for _ in range(110)]
+    requests += [Request([0] * 600, 50, "c", arrival=4.0) for _ in range(6)]
+    one, two, other = requests[0], requests[1], requests[40]
+    assert Fair()([one, two, other], [], 0.0) == [one, other, two]  # each start counts
+    start(A100, requests, adapters=dict(a=8, b=8, c=8), order=Fair(), max_batch=8, chunk=512).run()
+
+    def served(begin, end):  # tokens of each client in these seconds
+        tokens = Counter()
+        for request in requests:
+            n_new = sum(begin < t <= end for t in request.times)
+            started = begin < request.times[0] <= end
+            tokens[request.adapter] += n_new + started * len(request.prompt)
+        return tokens
+    for seconds, share in ((1, 4), 0), ((4, 6), 1):  # of c
+        tokens = served(*seconds)
+        assert tokens["b"] / tokens["a"] == approx(1, abs=0.2)
+        assert tokens["c"] / tokens["a"] == approx(share, abs=0.2)
+
+def test_early_abort():
+    """[S-LoRA §4.3, App. B] Of bursts, 213 requests are in time (lcfs: 200, fcfs: 17)."""
+    requests = [Request([0] * 900, 1 + job.output // 4, arrival=job.arrival)
+                for job in bench.gamma_jobs(16, 40, cv=3)]
+    engine = serve(A100, requests, "prefill_first", order=EarlyAbort(2.0), max_batch=8, n_page=5000,
+                   alloc="grow")
+    assert sum(r.times[:1] <= [r.arrival + 2] for r in requests if r.times) == 213
+    ended = Counter((event.request, event.finished) for event in engine.seen if event.finished)
+    assert ended == Counter((request, request.state) for request in requests)
+    preempted = Request([0], arrival=0.0, output=[7])
+    assert EarlyAbort(2.0)([preempted], [], 9.0) == [preempted]  # it is not late
+
+# -----------------------------------------------------------------------------
+# memory
+
+@each("options", [
+    dict(draft="ngram", spec=3),
+    dict(lora="merge", n_page=40),
+    dict(adapter_pages=60, n_page=55, alloc="reserve", draft="ngram", spec=3),
+], ids=str)
+def test_pages_are_conserved(options):
+    """Requests and adapters come and go in 400 random operations, with copies in flight: every
+    request has the tokens of the weights with which it was added, no page is lost, the adapter that
+    is evicted was idle longest, and replaced ones are gone with their requests."""
+    rng = random.Random(SEED)
+    options = dict(runner=SlowCopies, max_batch=3, n_page=70, alloc="grow", chunk=10) | options
+    engine = start(TARGET, [], "sarathi_serve", adapters={}, **options)
+    sources = {None: None}  # name -> that of its newest weights
+    weights = {}  # request -> the same, when it was added
+    aborted = {}  # request -> its state then
+    memory = engine.memory
+    left = []  # owners, the last one that a request left last
+    versions = weakref.WeakSet()  # of adapters
+    unpin = memory.unpin
+    evict = memory.evict
+
+    def checked_evict(pool, owner):
+        idle = [other for other in memory.idle if other in pool.tables]
+        is_named = owner in engine.adapters.values()
+        assert not is_named or owner == max(idle, key=left[::-1].index)
+        evict(pool, owner)
+    memory.unpin = lambda owner: left.append(owner) or unpin(owner)
+    memory.evict = checked_evict
+    for _ in range(400):
+        name = rng.choice("abcde")
+        operation = rng.choice(["add", "add", "add_adapter", "remove", "abort", "step", "step"])
+        if operation == "add" and len(engine.requests) < 8:
+            tokens = prompt(rng.choice([3, 9, 20]), rng.randrange(3))
+            request = Request(tokens, rng.randint(1, 12), rng.choice([*sources]))
+            engine.add(request)
+            weights[request] = sources[request.adapter]
+        elif operation == "add_adapter":
+            sources[name] = rng.choice([*ADAPTERS])
+            engine.add_adapter(name, copy(ADAPTERS[sources[name]]))
+            versions.add(engine.adapters[name])
+        elif operation == "remove" and name in sources and rng.random() < 0.5:
+            del sources[name]
+            engine.remove_adapter(name)
+        elif operation == "abort" and engine.requests and rng.random() < 0.4:
+            victim = rng.choice([*engine.requests.values()])
+            aborted[victim] = victim.state
+            engine.abort(victim.id)
+        elif operation == "step":
+            engine.step()
+        check_pages(engine)
+    engine.run()
+    for request, source in weights.items():
+        n = len(request.output) if request in aborted else request.max_new_tokens
+        assert request.output == naive(tuple(request.prompt), source, 12)[:n], request
+    assert {*aborted.values()} == {"waiting", "running"} and len(weights) > len(aborted) + 20
+    assert SEED or engine.alloc == "reserve" or n_preempted(engine)
+    for pool, n_page in pools_of(engine).items():
+        assert engine.memory.make_room(pool, n_page)  # adapters are idle
+    engine.generate([[1]], 4)  # the last iteration has none of them
+    for container in (weights, aborted, engine.record, left):
+        container.clear()
+    del request, victim
+    assert {*versions} == {*engine.adapters.values()} and not engine.memory.n_pins
+
+@each("options, sizes, ends, n", [
+    # the third has no room, and blocks the last
+    (dict(n_page=32), [(10, 3), (10, 9), (10, 7), (10, 2)], [0, 1, 3, 2], 0),
+    # none starts if a running one lacks a page for its next token; preempted ones go first
+    (dict(n_page=75, alloc="grow"), [(20, 20)] * 6, [0, 1, 2, 3, 4, 5], 3),
+])
+def test_which_requests_wait_and_how_many_are_preempted(options, sizes, ends, n):
+    requests = [Request([0] * n_prompt, n_output) for n_prompt, n_output in sizes]
+    engine = start(COST, requests, "orca", max_batch=4, **options)
+    run = engine.run()
+    assert [request.id for request in run.requests] == ends
+    assert run.n_preempted == n_preempted(engine) == n
+
+def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted():
+    requests = [Request([0] * 20, 30) for _ in range(2)]
+    engine = start(COST, requests, "orca", max_batch=2, n_page=60, alloc="grow")
+    engine.step()
+    pool = engine.memory.pool
+    assert pool.reserve(requests[0], 60 - len(pool.tables[requests[1]]))  # as for many drafts
+    engine.step()
+    assert engine.running == requests and len(pool.tables[requests[0]]) < 23
+
+def loaded_in(engine):
+    """The names of loaded adapters, the least recently used first"""
+    names = {adapter: name for name, adapter in engine.adapters.items()}
+    return [names[adapter] for adapter in engine.memory.loaded]
+
+@each("n_page, n_hidden", [(20000, 56), (3500, 14)])  # all copies but the first four
+def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden):
+    """[S-LoRA §5.2] If the pool is small, what is prefetched is used: nothing is loaded twice."""
+    cost = CostModel.roofline(preset("llama-7b"), "a100")
+    seconds = []
+    for n_prefetch in (32, 0):
+        requests = [Request([0] * 400, 20, name) for name in range(60)]
+        ranks = dict.fromkeys(range(60), 64)
+        engine = start(cost, requests, "orca", ranks, max_batch=4, n_page=n_page)
+        engine.memory.n_prefetch = n_prefetch
+        engine.runner.copy_adapter = Mock(wraps=engine.runner.copy_adapter)
+        engine.run()
+        seconds.append(engine.now)
+        assert engine.runner.copy_adapter.call_count == 60
+    adapters = [*engine.adapters.values()]
+    copy = 2 * adapters[0].n_params / 24e9  # bytes over those per second
+    assert seconds[1] - seconds[0] == approx(n_hidden * copy, rel=0.05)
+    copies = [engine.runner.copy_adapter(adapter, []) for adapter in adapters[:3]]
+    engine.runner.wait_for(copies[2])  # behind the two others
+    assert engine.now - seconds[1] == approx(3 * copy)
+
+def test_adapters_are_prefetched_in_the_order_of_the_queue():
+    """... as far as they and the tokens of their requests have room."""
+    requests = [Request([1] * 4, 4, name) for name in "abc"]
+    adapters = {name: copy(ADAPTERS["q"]) for name in "abc"}
+    n_page = 8 + 8 + 8 + 4  # c's request and c; b and the prompt of its request
+    engine = start(COST, requests, order=lambda waiting, *_: waiting[::-1], adapters=adapters,
+                   max_batch=1, n_page=n_page)
+    engine.step()
+    assert sorted(loaded_in(engine)) == ["b", "c"]
+
+def test_the_pool_has_room_for_an_ordinary_adapter():
+    """Of rank 256, beside requests of the whole context; if the memory has room for more"""
+    config = preset("tinyllama-1.1b")
+    wide = {rank: Adapter(config, dict.fromkeys(config.modules, rank)) for rank in (256, 512)}
+    for rank, most, options in ((256, 2040, {}), (256, 2040, dict(max_batch=8)),
+                                (512, 0, dict(max_batch=8)), (512, 1, dict(n_page=50178)),
+                                (512, 1, dict(adapter_pages=50176))):
+        engine = Engine(CostModel.roofline(config, "a10g"), **dict(max_batch=1) | options)
+        engine.add_adapter("a", wide[rank])
+        with nullcontext() if most else pytest.raises(ValueError, match="must be in 1 .. 41472"):
+            assert engine.generate([[0] * max(1, most)], 1, "a") == [[0]]
+    full = Engine(CostModel.roofline(preset("llama-33b"), "a100"))  # memory has no room for more
+    assert full.n_page == full.model.memory // full.model.page_bytes
+
+def test_a_draft_models_cache_has_as_many_pages():
+    engine = Engine(A6000, draft=A100, spec=1, alpha=0.5, max_batch=0)
+    free = A6000.memory - A100.n_bytes
+    assert engine.n_page == int(free // (A6000.page_bytes + A100.page_bytes))
+
+@each("scheduler, lora", [("sarathi", "batched"), ("prefill_first", "batched"),
+                          ("sarathi", "merge")])
+def test_the_cache_leaves_room_for_iterations(scheduler, lora, monkeypatch):
+    """Of 100 MB. prefill_first may feed as many tokens at once as the cache holds; weights with a
+    merged adapter lie beside those without."""
+    model = random_model()
+    monkeypatch.setattr(GPT, "free_memory", lambda *_: 1e8)
+    n = Engine(model, scheduler, chunk=64, max_batch=1000, lora=lora).n_page
+    reserved = 2 * model.iteration_bytes(1064, 1000)
+    if lora == "merge":
+        reserved += TINY.n_params * 4
+    if scheduler == "prefill_first":
+        reserved += model.iteration_bytes(n, 0)
+    assert n * TINY.page_bytes(4) + reserved == approx(1e8, rel=1e-3)
+
+# -----------------------------------------------------------------------------
+# drafts
+
+@each("text, k, expected", [
+    ("abcd", 3, ""),
+    ("abxabyab", 3, "yab"),  # the last time
+    ("1abx2aby1ab", 1, "x"),  # three tokens are better than two
+    ("abcab", 8, "cabcabca"),  # what followed, again and again
+    ("aaaa", 3, "aaa"),
+])
+def test_prompt_lookup(text, k, expected):
+    drafts = sarathi.Ngram().draft(Request([*map(ord, text)]), k)
+    assert "".join(map(chr, drafts)) == expected
+
+@each("policy, alpha, per_draft, per_step, expected", [
+    ("goodput", 0.7, 0.0, 0.0, [7, 2]),
+    ("goodput", 0.5, 0.2, 0.0, [1, 1]),
+    ("goodput", 0.7, 0.0, 1.0, [0, 0]),
+    ("goodput_request", 0.2, 0.08, 0.0, [2, 1]),  # rates of their own: 0.5 and none
+    ("trees", 0.5, 0.015, 0.0, [15, 9]),  # (3, 2, 1) and (3, 2)
+    ("trees", 0.6, 9.0, 0.0, [3, 2]),  # Medusa's heads always propose
+    ("oracle", 0.1, 0.05, 0.0, [7, 2]),
+])
+def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, per_step, expected,
+                                               monkeypatch):
+    """[SmartSpec Eq. 8 to 10]; the second request can use two levels of drafts at most"""
+    # the oracle sees that all drafts will be accepted
+    monkeypatch.setattr(sarathi, "forced_acceptance", lambda request, chances: len(chances))
+    asked = []
+
+    def price(drafts):
+        asked.append(drafts)
+        return 1 + per_draft * sum(drafts) + per_step * len(drafts)
+    is_tree = policy == "trees"
+    trees = bench.Trees(*product((1, 2, 3), repeat=3))
+    policy = trees if is_tree else sarathi.Oracle(0.5) if policy == "oracle" else sarathi.POLICIES[
+        policy]()
+    requests = [Request([1], 8, acceptance=0.5), Request([1], 3)]
+    assert policy.n_drafts(requests, [7, 2], alpha, price) == expected
+    assert is_tree or [] in asked and [2, 2, 1, 1, 1] in asked  # those that still draft
+
+def test_global_goodput_decides_by_all_iterations():
+    policy = sarathi.GoodputGlobal()
+    for seconds_per_draft, k in ((0, 7), (0, 7), (1, 2)):
+        price = lambda drafts: 1 + seconds_per_draft * sum(drafts)
+        assert policy.n_drafts([None], [7], 0.7, price) == [k]
+
+def test_confidence_stops_behind_unsure_drafts():
+    n_drafted = {}
+    for spec in ("goodput", "confidence"):
+        requests = mixed()
+        engine = start(TARGET, requests, cost=A100, draft=draft_model(0.3), spec=spec)
+        engine.run()
+        check_tokens(requests)
+        n_drafted[spec] = engine.speculator.n_drafted
+    assert 0 < n_drafted["confidence"] < 0.9 * n_drafted["goodput"]
+
+def test_the_draft_models_context_may_be_shorter():
+    for block_size in (32, 8):
+        requests = mixed([None], 8, temperature=0.0)
+        sampled = Request(prompt(11), 20, temperature=1.0)
+        draft = random_model(replace(TINY, block_size=block_size))
+        draft.forward = Mock(side_effect=draft.forward)
+        engine = serve(TARGET, [sampled, *requests], draft=draft, chunk=20, max_batch=3, n_page=150,
+                       alloc="grow")
+        check_tokens(requests)
+        assert engine.speculator.n_drafted > (0 if block_size == 8 else 40)
+        fed = [call.args[0].positions.max() for call in draft.forward.call_args_list]
+        assert max(fed) < block_size
+
+def test_a_draft_models_cache_follows_the_targets():
+    """With a forced acceptance rate the output shows wrong drafts. Those of the same model are
+    right, behind rejections, preemptions and chunks."""
+    requests = [Request(prompt(20 + i, i), 25) for i in range(6)]
+    engine = start(TARGET, requests, "sarathi_serve", chunk=24, max_batch=4, n_page=90,
+                   alloc="grow", draft=random_model(), spec=3, alpha=0.7)
+    engine.run()
+    check_tokens(requests)
+    assert n_preempted(engine)
+    assert 20 < engine.speculator.n_accepted < engine.speculator.n_drafted
+
+@each("tree, alpha", [(None, 0.8), ((3, 2, 2), 0.3)])
+def test_forced_acceptance_is_like_coins(tree, alpha):
+    """Other ones for every request; and the acceptance rates are estimated from them. A level of
+    two candidates of a tree fails with (1 - alpha)^2."""
+    requests = [Request([0] * 5, 121) for _ in range(64)]
+    options = dict(spec=3) if tree is None else dict(spec=bench.Trees(tree))
+    engine = serve(COST, requests, max_batch=34, alpha=alpha, draft="ngram", **options)
+    is_tree = tree is not None
+    tree = tree or (1, 1, 1)
+    chances = [1 - (1 - alpha) ** n for n in tree]
+    n_new = [len(event.tokens) for event in engine.seen if event.request in requests]
+    assert np.mean(n_new) == approx(1 + sum(accumulate(chances, mul)), rel=0.05)
+    assert len({tuple(request.times) for request in requests}) > 60
+    assert engine.speculator.acceptance == approx(alpha, abs=0.1 if is_tree else 0.05)
+    if not is_tree:
+        rates = [request.acceptance for request in requests]
+        assert np.mean(rates) == approx(alpha, abs=0.05)
+
+@each("draft, spec, B", [("ngram", "goodput", 16), (SMALL, "goodput_request", 4)])
+def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
+    """Finding out that they are wrong takes less than 1 % of the time; a draft model is spared the
+    prompts, but for 16 of 128 [SmartSpec §5]. That they become right is noticed: later requests get
+    as many as in an engine that saw no wrong one [SmartSpec §4.4]."""
+    def serve_jobs(engine, n, rate):
+        rng = random.Random(0)
+        for _ in range(n):
+            prompt = [0] * rng.randint(20, 90)
+            engine.add(Request(prompt, rng.randint(30, 90)))
+        engine.alpha = rate
+        return engine.run()
+
+    def engine_of(spec):
+        return Engine(VLLM, max_batch=B, n_page=B * 200, draft=draft, spec=spec, alpha=0.02)
+    without, fresh, engine = map(engine_of, ("off", spec, spec))
+    engine.speculator.acceptance = 0.02  # it is no news that they are wrong
+    if draft is SMALL:
+        engine.speculator.proposer.idle_share = 1.0
+    run = serve_jobs(engine, 12 * B, 0.02)
+    assert run.seconds < 1.01 * serve_jobs(without, 12 * B, 0.02).seconds
+    spared = [request.id for request in run.requests if not request.notes.get("n_past")]
+    assert draft == "ngram" or sorted(spared) == [*range(16, 48)]
+    serve_jobs(engine, 120, 0.9)
+    before = engine.speculator.n_drafted
+    for one in (engine, fresh):
+        serve_jobs(one, 60, 0.9)
+    assert engine.speculator.n_drafted - before > 0.8 * fresh.speculator.n_drafted > 500
+
+def test_an_oracle_drafts_what_will_be_accepted():
+    requests = [Request([0] * 30, 60) for _ in range(4)]
+    engine = serve(A100, requests, spec="oracle", alpha=0.6, draft="ngram")
+    assert engine.speculator.n_accepted == engine.speculator.n_drafted > 0
+
+# -----------------------------------------------------------------------------
+# the runner: verification, adapters, graphs, tensor parallelism
+
+def forget_residual(p, q, drafts, n_drafts, u):
+    """A broken rule: behind a rejected draft the token is sampled from p, not max(p - q, 0)."""
+    n_accepted, _ = kernels.verify(p, q, drafts, n_drafts, u)
+    first_row = (n_drafts + 1).cumsum(0) - n_drafts - 1
+    return n_accepted, kernels.sample(p[first_row + n_accepted], u[len(drafts):])
+
+@each("source, rule", [("ngram", "right"), (7, "right"), (10, "right"), (7, "broken")])
+def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
+    """Chi-square of the first three tokens of 2,000 equal requests; two tokens have no chance. A
+    number: a draft model with so many tokens, of which the target has eight."""
+    if rule == "broken":
+        monkeypatch.setattr(sarathi, "verify", forget_residual)
+    config = replace(TINY, n_layer=1, n_embd=32, n_inner=48, vocab_size=8, block_size=16)
+    model = random_model(config)
+    draft = source
+    if source != "ngram":
+        draft = random_model(replace(config, vocab_size=source), noise=1.0)
+    engine = Engine(model, "orca", max_batch=350, n_page=350 * 16, spec=2, seed=3, draft=draft)
+    tokens = [1, 2, 3, 1, 2, 4, 1, 2]
+    outputs = torch.tensor(engine.generate([tokens] * 2000, 4, temperature=3.0, top_k=6))
+    cells = torch.zeros(8, 8, 8)
+    for a, b in product(range(8), repeat=2):
+        logits = model.logits([*tokens, a, b])[-3:] / 3
+        worst = logits.topk(6).values[:, -1:]
+        p = logits.masked_fill(logits < worst, -torch.inf).softmax(-1)
+        cells[a, b] = p[0, a] * p[1, b] * p[2]
+    places = outputs[:, :3] @ torch.tensor([64, 8, 1])
+    counts = torch.bincount(places, minlength=512)
+    expected = 2000 * cells.flatten()
+    assert not counts[expected == 0].any()
+    enough = expected >= 5
+    statistic = ((counts - expected) ** 2 / expected)[enough].sum()
+    chance = torch.special.gammaincc(enough.sum() / 2, statistic / 2)
+    assert (chance > 1e-7) == (rule == "right")  # a right rule fails once in ten million runs
+    assert engine.speculator.n_accepted > 200
+
+@each("scheduler", SCHEDULERS)
+def test_sampled_tokens_depend_on_their_seed_alone(scheduler):
+    """Also behind preemptions: the oracle's logits, and a uniform number for each position"""
+    requests = mixed((None, "q", "ffn"), 6, temperature=2.0)
+    for i, request in enumerate(requests):
+        request.seed = 2**63 // (i + 1)
+        request.top_k = 9 * (i % 2)
+        request.top_p = 0.9 if i % 3 == 0 else 1.0
+    engine = serve(TARGET, requests, scheduler, chunk=16, max_batch=4, n_page=75, alloc="grow",
+                   cost=COST)
+    check_tokens(requests)
+    assert n_preempted(engine)
+
+def test_seeds():
+    """The default is of the engine's seed and the request's id. Other seeds, other tokens."""
+    def outputs(of_engine, seed=None):
+        return Engine(TARGET, seed=of_engine).generate([prompt(9)] * 2, 20, temperature=9.0,
+                                                       seed=seed)
+    one, two = outputs(5)
+    assert one != two and [one, two] == outputs(5) and one not in outputs(6)
+    for seed in (0, 2**40, 2**64 - 1):
+        one, two = outputs(5, seed)
+        assert one == two == outputs(6, seed)[0]
+        assert one not in outputs(5, seed ^ 1) + outputs(5, seed ^ 2**41)
+
+def test_requests_with_the_same_adapter_share_its_segments():
+    """Rows of an adapter stand side by side, and are one segment: (first row, rows). Nine rows of
+    decodes are multiplied like a chunk's."""
+    requests = [Request([1] * n, 2, name) for name, n in [
+        ("q", 1), (None, 1), ("all", 2), ("q", 8), ("all", 9), ("q", 20), (None, 30)]]
+    engine = start(TARGET, requests, "orca", max_batch=20, n_page=2000)
+    engine.step()
+    engine.runner.compute = compute = Mock(return_value=(None, None))
+    feeds, *_ = engine.runner.forward(engine.record[0].feeds)
+    names = [feed.request.adapter for feed in feeds]
+    assert names == ["q", "q", None, "all", "q", None, "all"]
+    segments = compute.call_args.args[0].adapters["qkv_proj"]  # "all" has q and k
+    assert segments.numbers[:, :2].tolist() == 2 * [[10, 2]] + [[0, 9], [12, 20]] + 2 * [[62, 9]]
+    assert (segments.n_decode, segments.max_rows) == (2, 20)
+
+def test_an_adapter_takes_the_models_dtype():
+    engine = Engine(random_model(dtype=bfloat16))
+    for name, dtype in (("a", float32), ("b", bfloat16)):
+        adapter = random_adapter(3)
+        adapter.planes = adapter.planes.to(dtype)
+        engine.add_adapter(name, adapter)
+    outputs = engine.generate([prompt(9)] * 3, 12, ["a", "b", None])
+    assert outputs[0] == outputs[1] != outputs[2]
+
+def test_random_adapters_depend_on_their_names_alone():
+    """Ranks may have added different numbers of them before."""
+    planes = [start(TARGET, [], adapters=names).load_adapter("new", 4).planes
+              for names in (ADAPTERS, {})]
+    assert planes[0].equal(planes[1]) and planes[0].any()
+    assert not planes[0].equal(Engine(TARGET).load_adapter("other", 4).planes)
+
+def test_a_cache_of_another_dtype(monkeypatch):
+    """The definitions serve: kernels would take its bytes for numbers of the model's dtype."""
+    new_cache = GPT.new_cache
+    for number in (torch.float64, torch.float16, bfloat16):
+        monkeypatch.setattr(GPT, "new_cache", lambda *args: new_cache(*args).to(number))
+        requests = mixed((None, "q"), 2)
+        serve(TARGET, requests, chunk=16)
+        if number == torch.float64:
+            check_tokens(requests)
+        first = [request.output[0] for request in requests]
+        assert first == [naive(tuple(r.prompt), r.adapter, 1)[0] for r in requests]
+
+def test_operators_are_compiled_before_the_clock_starts(monkeypatch):
+    library = Mock(side_effect=kernels.library)
+    monkeypatch.setattr(sarathi, "library", library)
+    clock = Mock(side_effect=lambda: library.assert_called_once())
+    monkeypatch.setattr(sarathi, "WallClock", clock)
+    monkeypatch.setattr(sarathi, "backend", lambda kv: "cpp")
+    Engine(TARGET)
+    assert library.call_args.args == (float32, 16)
+
+def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
+    """On a GPU, where nothing else does: the clock would be too early. Copies of adapters, on
+    another stream, are not waited for."""
+    engine = start(TARGET, [Request(prompt(40), 2)], chunk=16)
+    engine.runner.copies = True
+    engine.runner.graphs = None
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=AssertionError))
+    for n in (1, 2, 2, 2):
+        engine.step()
+        assert stream.synchronize.call_count == n
+    with pytest.raises(AssertionError):  # after an exception all is waited for
+        engine.reset()
+
+def test_what_has_no_room_in_a_graph_runs_without_one(monkeypatch):
+    """Page tables of requests that share a prefix"""
+    fake_graphs(monkeypatch)
+    engine = Engine(TARGET, n_page=45, max_batch=8)
+    requests = [Request([1] * 40, n_past=39) for _ in range(8)]
+    engine.memory.pool.tables = dict.fromkeys(requests, array("i", range(40)))
+    tokens = engine.runner.run(sarathi.feeds_of([(request, 1) for request in requests]))
+    engine.runner.graphs = None
+    first, = engine.runner.run(sarathi.feeds_of([(requests[0], 1)])).values()
+    assert [*tokens.values()] == [first] * 8
+
+@each("spec", ["off", 3])
+def test_sampling_is_loaded_by_warm(spec, monkeypatch):
+    """A GPU loads an operator when it is first run."""
+    engine = Engine(TARGET, max_batch=2, draft=None if spec == "off" else "ngram", spec=spec)
+    launches = Launches()
+    monkeypatch.setattr(sarathi, "verify_sampled", launches.around(sarathi.verify_sampled))
+    sarathi.CudaGraphs.warm_sampling(engine.runner)
+    warm = {*launches.counts}
+    for fields in ({}, dict(top_p=0.7), dict(top_k=3)):
+        engine.generate([prompt(30)] * 3, 6, temperature=2.0, **fields)
+    assert {*launches.counts} == warm
+
+def test_a_profile_replays_graphs(monkeypatch):
+    """On a GPU: of all its iterations, those with drafts included. Those without adapters do not
+    pay for them."""
+    fake_graphs(monkeypatch)
+    monkeypatch.setattr(kernels.Batch, "to", Mock(side_effect=AssertionError))  # without a graph
+    assert sarathi.Profile(random_model(), n=24, budget=9.0).time(100, 200) > 0
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
+def test_random_engines_replay_graphs(unwritten_memory_is_nan, monkeypatch):
+    """Schedulers, chunks, pools, adapters and drafts: all graphs are recorded by warm(), no more
+    than 24, and only iterations of more than a chunk run without one. Tiles have 16 rows here."""
+    fake_graphs(monkeypatch)
+    monkeypatch.setattr(sarathi, "TILE", 16)
+    monkeypatch.setattr(sarathi, "LORA_ROWS", (8, 16))
+    monkeypatch.setattr(sarathi.CudaGraphs, "MANY", 4)
+    rng = random.Random(2 + SEED)
+    eager = []  # tokens of iterations without a graph
+    to = kernels.Batch.to
+    monkeypatch.setattr(kernels.Batch, "to", lambda batch, *args: eager.append(
+        len(batch.tokens)) or to(batch, *args))
+    n_eager = {}
+    n_accepted = Counter()
+    sources = {"off": None, 7: "ngram", 20: sarathi.Zeros(), "confidence": draft_model(0.3)}
+    serve(TARGET, mixed("q", 1), lora="merge")  # no graph may keep its weights
+    for scheduler, spec in product(("sarathi_serve", "prefill_first", "orca"), sources):
+        adapters = {name: adapter for name, adapter in ADAPTERS.items() if rng.random() < 0.7}
+        requests = [Request(prompt(rng.choice([1, 8, 9, 30, 90])), rng.choice([1, 2, 20]),
+                            rng.choice([None, *adapters])) for _ in range(6)]
+        n_page = max([0, *(adapter.n_page for adapter in adapters.values())])
+        n_page += rng.choice([115, 600])
+        options = dict(chunk=rng.choice([9, 16, 64]), max_batch=rng.choice([1, 3, 8]),
+                       alloc=rng.choice(["grow", "reserve"]), n_page=n_page, draft=sources[spec],
+                       spec=spec, cost=COST)
+        lora = rng.choice(["batched", "batched", "bmm", "merge"])
+        engine = start(TARGET, requests, scheduler, adapters, lora=lora, **options)
+        engine.warm()
+        if lora != "batched":  # it reads segments on the host, or changes the weights
+            engine.run()
+            assert engine.runner.graphs is None
+            check_tokens(requests)
+            requests = [*map(anew, requests)]
+            engine = start(TARGET, requests, scheduler, adapters, **options)
+            engine.warm()
+        assert gc.isenabled()
+        graphs = {*engine.runner.graphs.graphs}
+        # the largest first: smaller ones find room in its memory
+        assert [*engine.runner.graphs.graphs] == sorted(graphs, reverse=True)
+        eager.clear()
+        engine.run()
+        assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
+        assert spec == 20 or all(n > engine.chunk for n in eager)
+        n_eager[scheduler, spec] = len(eager)
+        n_accepted[spec] += engine.speculator.n_accepted if engine.speculator else 0
+        check_tokens(requests)
+        engine.add_adapter("large", LARGE)
+        engine.warm()  # a larger rank replaces the graphs with adapters
+        tokens, = engine.generate([prompt(9)], 3, "large")
+        assert tokens == naive(tuple(prompt(9)), "large", 3)
+        assert len(engine.runner.graphs.graphs) == len(graphs) or not adapters
+    assert max(n for (name, _), n in n_eager.items() if name == "prefill_first") > 0
+    assert n_eager["sarathi_serve", "off"] == 0
+    assert min(n_accepted[spec] for spec in (7, "confidence")) > 0
+
+@pytest.mark.skipif(not INTERPRETED, reason="the test above has more")
+def test_graphs_change_no_operator(unwritten_memory_is_nan, monkeypatch):
+    fake_graphs(monkeypatch)
+    monkeypatch.setattr(kernels, "cores_of", lambda device: (8, 0))
+    requests = [Request(prompt(3), 4), Request(prompt(14), 4, "q")]
+    serve(TARGET, requests, chunk=16, max_batch=2, draft=sarathi.Zeros(), spec=2)
+    check_tokens(requests)
+
+def test_ranks_add_the_same_adapters(monkeypatch):
+    engine = Engine(TARGET)
+    monkeypatch.setattr(TARGET.world, "rank", 1)
+    engine.runner = sarathi.ParallelRunner(engine, TARGET)
+    monkeypatch.setattr(World, "broadcast", lambda *_: ("add", ("mine", None)))
+    engine.add_adapter("mine", ADAPTERS["q"])
+    monkeypatch.setattr(World, "broadcast", lambda *_: ("add", ("other", None)))
+    with pytest.raises(ValueError, match="adapter 'mine': rank 0 adds 'other'"):
+        engine.add_adapter("mine", ADAPTERS["q"])
+
+MIXED = ("odd", None, "small")
+SHARED = [  # model, adapters of the requests, source of drafts
+    ("llama", MIXED, "model"),
+    ("gpt2", MIXED, "ngram"),
+    ("qwen3", MIXED, None),
+    ("preset", ("replaced",), None),
+    ("llama", ("wide",), None),
+]
+
+def serve_replaced(engine, folder):
+    """Replace an adapter while the other ranks follow; its requests are recomputed -> outputs"""
+    requests = [Request(prompt(18, i), 6, "small") for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    assert 0 < len(engine.running) < 3
+    engine.add_adapter("small", folder / "ffn")
+    engine.reset()  # all wait again, and the old adapter is copied again
+    engine.run()
+    engine.remove_adapter("small")
+    engine.add_adapter("last", 2)
+    return [request.output for request in requests]
+
+def serve_share(folder, world, name, adapters, draft):
+    """Serve a mixed batch, or follow rank 0 -> tokens, or None; and the bytes sent"""
+    if name == "preset":
+        model = GPT.from_preset(TINY, float32, seed=4, world=world)
+    else:
+        model = GPT.from_pretrained(folder / name, world=world)
+    ranks = {"odd": {module: 3 + 5 * i for i, module in enumerate(model.config.modules)}}
+    ranks |= {"small": 1, "wide": 64}
+    sources = {name: random_adapter(ranks[name], model.config) for name in ranks}
+    if draft == "model":
+        draft = draft_model(0.3)
+    spec = 3 if draft and world.rank == 0 else "off"
+    engine = start(model, [], adapters=sources, chunk=20, n_page=900, draft=draft, spec=spec)
+    world.n_sent = 0
+    if world.rank:
+        engine.runner.worker_loop()
+        return None, world.n_sent
+    if adapters == ("replaced",):
+        tokens = serve_replaced(engine, folder)
+    else:
+        prompts = [prompt(30 - i, i) for i in range(len(adapters))]
+        tokens = engine.generate(prompts, 6, [*adapters])
+    if world.size > 1:
+        engine.runner.broadcast_call("stop")
+    return tokens, world.n_sent
+
+class CountingWorld(World):
+    n_sent = 0  # bytes, by this rank
+
+    def all_reduce(self, x):
+        self.n_sent += 2 * (self.size - 1) * x.nbytes // self.size
+        return super().all_reduce(x)
+
+    def all_gather(self, x):
+        self.n_sent += (self.size - 1) * x.nbytes
+        return super().all_gather(x)
+
+def run_rank(rank, n, port, folder):
+    torch.set_num_threads(1)
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
+                       WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
+    world = CountingWorld.start(n)
+    results = [serve_share(folder, world, *case) for case in SHARED]
+    torch.save(results, folder / f"{rank}.pt")
+    if rank == n - 1:
+        world.all_reduce = lambda x: os._exit(0)  # it dies, and all others end with an error
+    with pytest.raises(RuntimeError):
+        serve_share(folder, world, *SHARED[0])
+    (folder / f"{rank}.raised").touch()
+
+def test_tensor_parallelism(tmp_path, n=4):
+    TARGET.save_pretrained(tmp_path / "llama")
+    ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
+    random_model(GPT2).save_pretrained(tmp_path / "gpt2")
+    random_model(QWEN3).save_pretrained(tmp_path / "qwen3")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        arguments = n, s.getsockname()[1], tmp_path
+    multiprocessing.set_forkserver_preload([__name__])  # one process imports, the others fork it
+    method = "spawn" if DEVICE == "cuda" else "forkserver"
+    group = torch.multiprocessing.start_processes(run_rank, arguments, n, False, True, method)
+    deadline = time.monotonic() + 180  # far more than it takes
+    while not group.join(5):
+        assert time.monotonic() < deadline, "a rank hangs"
+    assert len([*tmp_path.glob("*.raised")]) == n - 1
+    expected = [serve_share(tmp_path, CountingWorld(), *case)[0] for case in SHARED]
+    for rank in (0, n - 1):
+        tokens, n_bytes = zip(*torch.load(tmp_path / f"{rank}.pt"))
+        assert list(tokens) == (expected if rank == 0 else [None] * len(SHARED))
+        # B = 35 tokens, h = 128, r = 64, two layers, float32 [S-LoRA §6]
+        of_model = 2 * (2 * (n - 1) * 35 * 128 // n)  # two all-reduces
+        of_adapters = 5 * (n - 1) * 35 * 64 // n
+        assert n_bytes[-1] == 2 * 4 * (of_model + of_adapters)
+
+# -----------------------------------------------------------------------------
+# the simulator, its costs, and figures
+
+@each("scheduler", SCHEDULERS)
+@each("options", [
+    dict(alloc="grow", n_page=75, spec="goodput", alpha=0.6, draft="zeros"),
+    dict(alloc="reserve", spec=3, alpha=0.8, draft="model"),
+], ids=str)
+def test_the_simulator_plans_as_the_engine(scheduler, options):
+    records = []
+    for model, small in ((TARGET, draft_model(0.3)), (COST, CostModel.roofline(TINY, "h200"))):
+        draft = {"zeros": sarathi.Zeros(), "model": small}.get(options.get("draft"))
+        requests = mixed([None, *ADAPTERS], 8, arrival=0.0)
+        engine = serve(model, requests, scheduler, chunk=20, max_batch=4, cost=COST,
+                       **dict(options, draft=draft))
+        records.append([rows_of(engine, place) for place in range(4)])
+        check_pages(engine)
+    assert records[0] == records[1]
+    assert options["alloc"] == "reserve" or n_preempted(engine)
+
+@each("options", [{}, dict(max_batch=0), dict(scheduler="autopilot"), dict(lora="merge"),
+                  dict(draft="ngram", spec="goodput", alpha=0.6)], ids=str)
+def test_a_cost_model_of_ones_own_needs_parts_alone(options):
+    requests = [Request([1] * 300, 20, arrival=0.5 * i, adapter="a") for i in range(8)]
+    cost = Linear(preset("llama-7b"), bfloat16)
+    engine = start(cost, requests, adapters={"a": 8}, **dict(scheduler="sarathi") | options)
+    engine.run()
+    gaps = np.concatenate([np.diff(request.times) for request in requests])
+    n_row = 1 + engine.speculator.last_k[requests[-1]] if engine.speculator else 1
+    assert gaps[gaps > 0].min() == approx(1e-3 * n_row, rel=0.05)
+    assert {type(t) for request in requests for t in request.times} == {float}
+
+def test_stats_of_an_iteration():
+    """A chunk of 64 tokens, a verification of two drafts and a decode. The chunk and the decode
+    have the same adapter, of ten weights: they read it once."""
+    actual = A100.stats([feed(100, 64, 1, 10), feed(9, 3, 3, 20), feed(5, 1, 1, 10)])
+    assert actual == IterationStats(
+        n_tokens=64 + 3 + 1,
+        n_logits=1 + 3 + 1,
+        decodes=2,
+        context=9 + 3 + 5 + 1,
+        draft_context=2 * (9 + 3),
+        chunks=1,
+        pairs=128 * (100 + 64 / 2),  # a whole tile
+        chunk_context=100 + 64,
+        lora_rows=3 + 1,
+        lora_chunks=1,
+        lora_params=10 + 20,
+        lora_macs=3 * 20 + 10,
+        lora_chunk_macs=64 * 10,
+    )
+    decodes = A100.stats([feed(99, 1, 1, 1000)] * 10)
+    assert decodes.with_drafts(30) == A100.stats([feed(99, 4, 4, 1000)] * 10)
+
+@each("operator, features", [
+    ("preproj", "n_tokens"),
+    ("others", "n_logits"),
+    ("attn", "decodes context draft_context chunks pairs chunk_context"),
+    ("lora", "lora_rows lora_chunks lora_params lora_macs lora_chunk_macs"),
+])
+def test_a_profile_counts_every_feature_to_its_operator(operator, features):
+    profile = sarathi.Profile.__new__(sarathi.Profile)  # nothing is timed
+    CostModel.__init__(profile, TINY, float32)
+    profile.coefficients = [1.0] * 14
+    before = profile.split(IterationStats())
+    for name in features.split():
+        after = profile.split(IterationStats(**{name: 1}))
+        assert after[operator] > before[operator] and sum(after.values()) == approx(2.0)
+
+def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
+    def seconds(engine, plan):  # made up
+        stats = COST.stats(sarathi.feeds_of(plan))
+        return 1.0 + 0.01 * stats.n_tokens + 0.001 * stats.context
+    monkeypatch.setattr(sarathi, "time_plan", seconds)
+    profile = sarathi.Profile(random_model(replace(TINY, block_size=256)))
+    assert profile.error < 0.02 and min(profile.coefficients) >= 0
+    assert profile.time(200, 1000) == approx(4.0, rel=0.05)
+    Engine(profile)  # the simulator has a pool of the size that this machine would have
+    short_context = random_model(replace(TINY, block_size=8))
+    assert sarathi.Profile(short_context, n=24).time(4, 4) > 1
+
+def test_data_sheets_are_plausible():
+    """One read of a weight pays for 50 to 420 tokens, links are slower than memory."""
+    for gpu in sarathi.GPUS.values():
+        assert 50 < gpu.flops / gpu.bandwidth < 420
+        assert 20 * gpu.memory < gpu.bandwidth / 2**30 < 80 * gpu.memory or gpu.memory < 70
+        assert gpu.bandwidth / 40 < gpu.link < gpu.bandwidth / 3
+
+def test_a_gpu_of_a_file(tmp_path):
+    path = tmp_path / "mine.json"
+    fields = sarathi.GPUS["a100"]._asdict()
+    path.write_text(json.dumps(fields | dict(name="mine", flops=312000000000000)))
+    assert CostModel.roofline(A100.config, path).time(260, 3072) == A100.time(260, 3072)
+    without = {key: value for key, value in fields.items() if key != "link"}
+    for wrong, needle in ((without, "mine.json.*link"), (fields | dict(flops="x"), "mine.json.*x")):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=needle):
+            CostModel.roofline(A100.config, str(path))
+
+def test_run_counts_all_requests():
+    early = Request([0], arrival=1.0, state="length", output=[1, 2, 3], times=[2.0, 3.0, 6.0])
+    late = Request([0], 9, arrival=1.0, state="stop", output=[1, 2], times=[8.0, 9.0])
+    one = Request([0], 1, arrival=1.0, state="length", output=[1], times=[3.0])  # has no TPOT
+    aborted = Request([0], state="aborted", arrival=1.0, n_preempted=2)
+    run = sarathi.Metrics([early, late, one, aborted], start=1.0)
+    assert run.requests_per_second == 3 / 8 and run.n_preempted == 2
+    assert (run.latencies, run.stalls, run.tpots) == ([5, 8, 2], [3, 1], [2, 1])
+    figures = run.figures
+    assert figures["requests"] == 3 and figures["tokens/s"] == (4 + 3 + 2) / 8
+    assert figures["output tokens/s"] == (3 + 2 + 1) / 8
+    assert figures["TTFT p50 ms"] == 2000 and figures["TTFT p99 ms"] == approx(6900)
+    assert figures["TPOT p50 ms"] == 1500 and figures["stall p99 ms"] == approx(2980)
+    empty = str(sarathi.Metrics([], 0.0))
+    assert empty.split("\n")[2].startswith("| run | 0        | 0        | 0               | nan  ")
+    assert str(run).split("\n")[2].startswith("| run | 3        | 1.12 ")
+    # targets: of each request alone, or of the half and the 99 % of all
+    assert run.attainment(6.0) == 2 / 4 and run.attainment(6.0, 2.9) == 1 / 4
+    assert run.attainment(0.9) == 0 and run.goodput(6.0) == 2 / 8
+    assert run.meets(2.0, 3.0) and not run.meets(1.9, 3.0) and not run.meets(2.0, 2.9)
+    assert not sarathi.Metrics([aborted], 0.0).meets()
+    classes = run.by(lambda request: request is one)
+    assert [(name, len(own.requests)) for name, own in classes.items()] == [(False, 3), (True, 1)]
+    first, *_, last = run.rows()
+    assert first == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
+                         preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
+    assert early.gaps == [1, 3] and (one.tpot, aborted.ttft, aborted.gaps) == (None, None, [])
+    assert last["stall"] is None and last["preempted"] == 2
+
+# -----------------------------------------------------------------------------
+# models
 
 @each("config, dtype, atol", [
     (GPT2, float32, 1e-4), (TINY, bfloat16, 0.3), (QWEN3, bfloat16, 0.3)])
@@ -1070,118 +2116,69 @@ def test_names_of_an_adapters_tensors(start, tmp_path):
 Q = "model.layers.1.self_attn.q_proj.weight"
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 INDEX = "model.safetensors.index.json"
-BAD_MODELS = {
-    "No such file .*config.json": dict(files={"config.json": None}),
-    "config.json: Expecting property name": dict(files={"config.json": "{"}),
-    "model.safetensors: Error while deserializing header": dict(files={"model.safetensors": "{"}),
-    "model_type = 'bert' is not supported, only 'gpt2' or 'llama' or": dict(
-        model_type="bert", hidden_act="gelu"),
-    "rope_type = 'yarn'": dict(rope_scaling={"rope_type": "yarn"}),
-    "rope_type = 'linear': factor = None: must be": dict(rope_scaling={"type": "linear"}),
-    "full_attention = .* is not": dict(rope_parameters={"full_attention": {"rope_theta": 1.0}}),
-    **{f"{name} = .* is not supported": {name: value} for name, value in dict(
-        quantization_config={"quant_method": "awq"}, scale_attn_by_inverse_layer_idx=True,
-        scale_attn_weights=False, activation_function="relu", hidden_act="gelu",
-        partial_rotary_factor=0.5, is_causal=False).items()},
-    "model_type = None": dict(model_type=None, architectures=["GemmaForCausalLM"]),
-    "n_head = 0: must be .*int.*, numbers above 0": dict(num_attention_heads=0),
-    "n_kv_head = 3: must divide": dict(num_key_value_heads=3),
-    "model-1.safetensors does not exist": dict(files={
-        "model.safetensors": None,
-        INDEX: '{"weight_map": {"a": "model-1.safetensors"}}'}),
-    **{f"index.json: {part}": dict(files={"model.safetensors": None, INDEX: text})
-       for part, text in {
-           "'../a' must be in this folder": '{"weight_map": {"a": "../a"}}',
-           "'/a' must be in this folder": '{"weight_map": {"a": "/a"}}'}.items()},
-    "layers = 1000000000: must be in 1 .. 21": dict(num_hidden_layers=10**9),
-    **{f"config.json: sliding_window = {n}: must be at least 1": dict(
-        model_type="mistral", sliding_window=n) for n in (0, -1)},
-    "max_window_layers = 'x': must be": dict(
-        model_type="qwen2", use_sliding_window=True, max_window_layers="x"),
-    f"'{Q}' is missing": dict(tensors={Q: None}),
-    f"'{Q}' is \\(3, 128\\).*must be \\(128, 128\\)": dict(tensors={Q: torch.ones(3, 128)}),
-    f"'{Q}' is .*int32": dict(tensors={Q: torch.ones(128, 128).int()}),
-    f"'{Q}' holds NaN or infinity": dict(tensors={Q: torch.ones(128, 128) / torch.arange(128)}),
-    "1 surplus tensors, as 'extra'": dict(tensors={"extra": torch.ones(1)}),
-}
-BAD_ADAPTERS = {
-    f"'{A}' is \\(8, 32\\).*must be \\(8, 128\\)": dict(tensors={A: torch.ones(8, 32)}),
-    "z_proj.*does not fit.*q_proj": dict(tensors={A.replace("q_", "z_"): torch.ones(8)}),
-    "layers.7.*does not fit.*layers 0 to 1": dict(
-        tensors={A.replace("layers.1", "layers.7"): torch.ones(8, 128)}),
-    "vision.model.*does not fit": dict(
-        tensors={A.replace("model.model", "model.vision.model"): torch.ones(8, 128)}),
-    "second adapter": dict(tensors={A.replace("A.", "A.b."): torch.ones(8, 128),
-                                    A.replace("A.", "B.b."): torch.ones(128, 8)}),
-    "adapter_model.safetensors does not exist.*PEFT": dict(
-        files={"adapter_model.safetensors": None}),
-    "adapter_config.json: r = 0: must be in 1 ..": dict(r=0, rank_pattern={}),
-    "rank_pattern of 'q_proj' = 8.5: must be": dict(r=8, rank_pattern={"q_proj": 8.5}),
-    r"adapter_config.json: missing \)": dict(alpha_pattern={"q_proj(": 3}),
-    "holds no tensors of LoRA": dict(files={"adapter_model.safetensors": "\2" + "\0" * 7 + "{}"}),
-    "lm_head.weight': embeddings in an adapter are not supported": dict(
-        tensors={"base_model.model.lm_head.weight": torch.ones(61, 128)}),
-    "peft_type = 'IA3' is not supported, only 'LORA'": dict(peft_type="IA3"),
-    "of_a_later_peft = True is not supported": dict(of_a_later_peft=True),
-}
-BAD_TEXTS = {
-    "has no tokenizer.json: .*--tokens 1,2,3.*AutoTokenizer": dict(files={"tokenizer.json": None}),
-    "has no tokenizer.json: ": dict(
-        files={"tokenizer.json": None, "vocab.json": "{}"}, model_type="gpt2"),
-    "has no tokenizer.json: use": dict(
-        files={"tokenizer.json": None, "spiece.model": ""}, model_type="gpt2"),
-    "its tokenizer is not read by transformers": dict(files={"tokenizer.json": "{}"}),
-    "template fails, --raw feeds .*only two turns": dict(files={
-        "chat_template.jinja": "{{ raise_exception('only two turns') }}"}),
-}
-# a field that config.json has no key for
-Windowed = dataclasses.make_dataclass("Windowed", [("window", int, 0)], bases=(GPTConfig,))
+REFUSED = """model_type hidden_act quantization_config partial_rotary_factor full_attention
+    add_cross_attention activation_function scale_attn_weights is_causal
+    scale_attn_by_inverse_layer_idx"""
 
-def save(config):
-    GPT.save_pretrained(Mock(config=config, dtype=float32), "folder")
+VARIANTS = """use_dora lora_bias modules_to_save trainable_token_indices use_qalora peft_type bias
+    layer_replication target_parameters megatron_config use_bdlora init_lora_weights later_peft"""
+ones = torch.ones
+BAD_MODELS = [(name, {name: "odd"}) for name in REFUSED.split()] + [  # a word of the line, changes
+    ("model_type = None", dict(model_type=None, architectures=["Gemma"])),
+    ("yarn", dict(rope_scaling={"rope_type": "yarn"})),
+    ("factor", dict(rope_scaling={"type": "linear"})),
+    ("n_head", dict(num_attention_heads=0)), ("n_kv_head", dict(num_key_value_heads=3)),
+    ("head_dim = 7", dict(head_dim=7)), ("layers", dict(num_hidden_layers=10**9)),
+    ("max_window", dict(model_type="qwen2", use_sliding_window=True, max_window_layers="x")),
+    *((f"sliding_window = {n}", dict(model_type="mistral", sliding_window=n)) for n in (0, -1)),
+    *((name, dict(files={"model.safetensors": None, INDEX: '{"weight_map": {"a": "%s"}}' % name}))
+      for name in ("a.safetensors", "../a", "/a")),
+    *((Q, dict(tensors={Q: x})) for x in (
+        None, ones(3, 128), ones(128, 128).int(), ones(128, 128) / 0)),
+    ("1 surplus tensors, as 'extra'", dict(tensors={"extra": ones(1)})),
+]
 
-WRONG = {
-    "window = 0: is not in a config.json": lambda: save(Windowed(2, 8, 128)),
-    "attention_bias = True: is not in a config.json of 'qwen2'":
-        lambda: save(replace(TINY, family="qwen2", attention_bias=True)),
-    "unknown preset 'llama-8b': one of tiny, gpt2":
-        lambda: GPT.from_preset("llama-8b"),
-    "unknown system 'vLLM': one of ":
-        lambda: bench.Hardware("llama-7b", "a100", system="vLLM").cost(),
-    "dtype = 'int8': must be one of float32": lambda: GPT.from_preset(TINY, torch.int8),
-    "tp = 3 needs 3 processes, there are 1: torchrun": lambda: World.start(3),
-    "tp = 8 does not divide n_kv_head = 4": lambda: TINY.shard_of(0, 8),
-    "head_dim = 7: must be even": lambda: GPTConfig(1, 2, 14),
-    "116.3 GB more than 1 x a10g can give": lambda: CostModel.roofline(preset("llama-70b"), "a10g"),
-    "alpha = 0: a simulator": lambda: Engine(COST, draft="ngram"),
-    "model = 'llama-7b': must be a GPT or a CostModel": lambda: Engine("llama-7b"),
-    "config = 'llama-7b': must be a GPTConfig": lambda: CostModel.roofline("llama-7b", "a100"),
-    "draft = .*: must be ngram, a CostModel or": lambda: Engine(COST, draft=TARGET, alpha=0.5),
-    "temperature = 0.7: with a forced alpha": lambda: Engine(TARGET, alpha=0.5, draft="ngram").add(
-        Request([1], temperature=0.7)),
-    "spec = 'confidence': .* no probabilities":
-        lambda: Engine(COST, draft=COST, spec="confidence", alpha=0.6),
-}
+BAD_ADAPTERS = [(name, {name: "odd"}) for name in VARIANTS.split()] + [
+    ("PEFT", dict(files={"adapter_model.safetensors": None})),
+    ("no tensors", dict(files={"adapter_model.safetensors": "\2" + "\0" * 7 + "{}"})),
+    (" r = 0", dict(r=0, rank_pattern={})),
+    ("q_proj.* = 8.5", dict(r=8, rank_pattern={"q_proj": 8.5})),
+    (r"missing \)", dict(alpha_pattern={"q_proj(": 3})),
+    ("not supp", dict(tensors={"base_model.model.lm_head.weight": ones(61, 128)})),
+    *((re.escape(name), dict(tensors={name: ones(8, 32)})) for name in (
+        A, A.replace("q_", "z_"), A.replace("layers.1", "layers.7"),
+        A.replace("model.model", "model.vision.model"))),
+    ("second", dict(tensors={A.replace("A.", "A.b."): ones(8, 128),
+                             A.replace("A.", "B.b."): ones(128, 8)})),
+]
+TOKENIZER = {"tokenizer.json": None}
+BAD_TEXTS = [
+    ("--tokens 1,2,3.*AutoTokenizer", dict(files=TOKENIZER)),
+    ("no tokenizer", dict(files=TOKENIZER | {"vocab.json": "{}"}, model_type="gpt2")),
+    ("transformers", dict(files={"tokenizer.json": "{}"})),
+    ("template.*two turns", dict(
+        files={"chat_template.jinja": "{{ raise_exception('two turns') }}"})),
+]
 
-@each("message", [*BAD_MODELS, *BAD_ADAPTERS, *BAD_TEXTS, *WRONG])
-def test_a_bad_folder_or_argument_is_one_clear_line(message, tmp_path):
-    if message in BAD_ADAPTERS:
+@each("kind, word, changes", [
+    *(("model", *row) for row in BAD_MODELS), *(("adapter", *row) for row in BAD_ADAPTERS),
+    *(("text", *row) for row in BAD_TEXTS)])
+def test_a_bad_folder_is_one_line(kind, word, changes, tmp_path):
+    if kind == "adapter":
         Adapter.random(TINY, 8).save_pretrained(tmp_path)
-        edit(tmp_path, **BAD_ADAPTERS[message])
     else:
-        GPT.from_preset(TINY).save_pretrained(tmp_path)
+        TARGET.save_pretrained(tmp_path)
         tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
-        edit(tmp_path, **(BAD_MODELS | BAD_TEXTS).get(message, {}))
-    with pytest.raises((ValueError, FileNotFoundError, KeyError), match=message) as raised:
-        if message in BAD_MODELS:
+    edit(tmp_path, **changes)
+    with pytest.raises((ValueError, FileNotFoundError)) as raised:
+        if kind == "model":
             GPT.from_pretrained(tmp_path)
-        elif message in BAD_ADAPTERS:
+        elif kind == "adapter":
             Adapter.from_pretrained(tmp_path, TINY)
-        elif message in BAD_TEXTS:
-            load_tokenizer(tmp_path).chat("hi")
         else:
-            WRONG[message]()
-    assert "\n" not in str(raised.value)
+            load_tokenizer(tmp_path).chat("hi")
+    line = str(raised.value)
+    assert str(tmp_path) in line and re.fullmatch(f".*{word}.*", line)
 
 def test_an_index_says_where_a_tensor_is(tmp_path):
     """Other shards may hold an old one, and tensors that the index does not name"""
@@ -1254,7 +2251,7 @@ def model_and_adapter_of_peft(folder):
 @each("seed", range(4))
 def test_damaged_folders_are_right_or_one_line(seed, tmp_path):
     """Each is refused, or is as the other libraries read it, or as before if they refuse it."""
-    seed += int(os.environ.get("SEED", 0))
+    seed += 4 * SEED
     rng = random.Random(seed)
     good_folder(tmp_path / "good")
     expected = model_and_adapter_of_peft(tmp_path / "good")
@@ -1405,13 +2402,15 @@ CHATML = """{% for message in messages %}
     <s>{{ message['role'] }}: {{ message.content | trim }}</s>
 {% endfor %}
 {%- if add_generation_prompt %}<s>assistant{% endif %}"""
-def test_chats_are_those_of_transformers(tmp_path):
+
+@each("cleans", [False, True])  # up spaces
+def test_chats_and_streams_are_those_of_transformers(cleans, tmp_path):
     transformers = pytest.importorskip("transformers")
     tokenizer_of("llama2").save(str(tmp_path / "tokenizer.json"))  # it adds <s> to plain texts
     settings = dict(
         tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="<end>",
         chat_template="<s>" + CHATML + "{{ bos_token }} é <mark>{{ mood }}",
-        extra_special_tokens=[" é", "<mark>"])
+        extra_special_tokens=[" é", "<mark>"], clean_up_tokenization_spaces=cleans)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = load_tokenizer(tmp_path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -1428,21 +2427,13 @@ def test_chats_are_those_of_transformers(tmp_path):
         tokens = theirs.apply_chat_template(messages, return_dict=False, **flags)
         assert ours.chat(messages, **flags) == tokens == ours.chat(rendered)
         assert "sad" in rendered
-
-def test_a_stream_of_a_tokenizer_that_removes_spaces(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    words = "a n n't ' 's m 'm v 've , . 'r e ? no 'va".split()
-    vocabulary = {word: i for i, word in enumerate(words)}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary)).save(f"{tmp_path}/tokenizer.json")
-    settings = dict(tokenizer_class="PreTrainedTokenizerFast", clean_up_tokenization_spaces=True)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    rng = random.Random(0)
-    ours = load_tokenizer(tmp_path)
-    for _ in range(300):
-        tokens = rng.choices(range(len(words)), k=9)
+    rng = random.Random(SEED)
+    few = theirs.convert_tokens_to_ids([*"▁▁▁▁'nntsmvre.,?!"])
+    for _ in range(2000):
+        tokens = rng.choices(few, k=9)
         text_of = ours.stream()
-        assert "".join(text_of([token]) for token in tokens) + text_of([]) == theirs.decode(tokens)
+        text = "".join(text_of([token]) for token in tokens) + text_of([])
+        assert text == theirs.decode(tokens, skip_special_tokens=True)
 
 def test_gpt2_without_a_tokenizer_json_has_tiktokens_encoding(tmp_path, monkeypatch):
     encoding = model_py.tiktoken.Encoding(
@@ -1471,1165 +2462,607 @@ def test_training_lowers_the_loss_and_the_models_are_found(tmp_path, monkeypatch
         assert F.cross_entropy(model.logits(tokens)[:-1], tokens[1:]) < 4.5  # at first log(257)
 
 # -----------------------------------------------------------------------------
-# the engine
+# operators: C++ against the definitions; with TRITON_INTERPRET=1 Triton against them
 
-TARGET = random_model()
-COST = CostModel.roofline(TINY, "a10g")
-ADAPTERS = {name: random_adapter(ranks) for name, ranks in {
-    "q": {"self_attn.q_proj": 4},
-    "ffn": {"mlp.up_proj": 3, "mlp.down_proj": 2, "self_attn.o_proj": 2},
-    "all": {"self_attn.q_proj": 2, "self_attn.k_proj": 3, "mlp.gate_proj": 2},
-}.items()}
+TOLERANCE = {float32: 3e-5, float16: 4e-3, bfloat16: 3e-2}
+DTYPES = float32, float16 if INTERPRETED else bfloat16
 
-@cache
-def draft_model(noise):
-    """The target with noise. Its drafts are accepted now and then; with much noise hardly ever."""
-    model = random_model(noise=noise)
-    model.profile = CostModel.roofline(TINY, "h200")  # so that nothing is timed
-    return model
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request, monkeypatch):
+    """For tests of operators. They fail if the definitions alone run."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(kernels, "cpp", Mock(side_effect=kernels.cpp))
+    with torch.inference_mode(), torch.device(DEVICE):
+        yield request.param
+    assert kernels.cpp.called or INTERPRETED or DEVICE == "cuda" or IS_TORCH
 
-def mixed(names=(None,), n=6, **fields):
-    return [Request(prompt(3 + 11 * i % 40, i), 4 + 5 * i % 17, names[i % len(names)], **fields)
-            for i in range(n)]
+def near(actual, expected, scale=1.0):
+    first = actual if isinstance(actual, torch.Tensor) else actual[0]
+    tolerance = TOLERANCE[first.dtype]
+    torch.testing.assert_close(actual, expected, atol=tolerance * float(scale), rtol=tolerance,
+                               check_dtype=False)
 
-@cache
-def merged(name):
-    model = random_model()
-    return model.merge(ADAPTERS[name]) if name else model
-
-@cache
-def naive(tokens, name, n, seed=0, *settings):
-    """n tokens by the oracle, with the weights of an adapter merged. settings: temperature, top_k
-    and top_p of sampled tokens"""
-    model = merged(name)
-    if not settings:
-        return greedy_loop(model.logits, tokens, n)
-    tokens = list(tokens)
-    for _ in range(n):
-        logits = model.logits(tokens)[-1:]
-        p = kernels.probabilities(logits, *torch.tensor([settings]).T)
-        u = sarathi.uniform([(seed, len(tokens))], sarathi.TOKEN)
-        tokens.append(int(kernels.sample(p, u.to(p.device))))
-    return tokens[-n:]
-
-def check_tokens(requests):
-    for r in requests:
-        sampling = (r.seed, r.temperature, r.top_k, r.top_p) if r.temperature > 0 else ()
-        assert r.output == naive(tuple(r.prompt), r.adapter, r.max_new_tokens, *sampling)
-
-def start(model, requests, scheduler="sarathi", adapters=ADAPTERS, **options):
-    engine = Engine(model, scheduler, record=[], **options)
-    for name, source in adapters.items():
-        engine.add_adapter(name, source)
-    for request in requests:
-        engine.add(request)
-    return engine
-
-def serve(*args, **options):
-    """Serve requests. -> the engine, with its record and its events"""
-    engine = start(*args, **options)
-    engine.seen = []
-    while engine.requests:
-        engine.seen += engine.step()
-    return engine
-
-def rows_of(engine, place):
-    """A number of each feed of the record, by iteration: 0 request, 1 n_past, 2 rows, 3 logits"""
-    return [[(feed.request.id, *feed[1:])[place] for feed in iteration.feeds]
-            for iteration in engine.record]
-
-def n_preempted(engine):
-    """How often a request's first token was fed again"""
-    fed = [feed.request for iteration in engine.record for feed in iteration.feeds
-           if feed.n_past == 0]
-    return len(fed) - len(set(fed))
-
-def pools_of(engine):
-    """{pool: its pages}; one pool may be both"""
-    memory = engine.memory
-    return {memory.adapter_pool: engine.adapter_pages, memory.pool: engine.n_page}
-
-def check_pages(engine):
-    """A page is free or has one owner. Owners are running requests and loaded adapters, among them
-    all of running requests."""
-    owners = set()
-    for pool, n_page in pools_of(engine).items():
-        pages = sorted(np.concatenate([pool.free, *pool.tables.values()]))
-        assert pages == [*range(pages[0], pages[0] + n_page)]
-        owners |= {owner for owner, pages in pool.tables.items() if len(pages)}
-    running = set(engine.running)
-    loaded = set(engine.memory.loaded)
-    assert running <= owners <= running | loaded
-    users = engine.memory.n_pins
-    assert users.total() == sum(request.lora_weights in loaded for request in running)
-    for request in running:
-        adapter = request.lora_weights
-        assert adapter is None or adapter in loaded or not adapter.n_page
-        n = len(engine.memory.pool.tables[request])
-        assert n == request.max_len if engine.alloc == "reserve" else n >= request.n_past
-
-class Careless(sarathi.PrefillFirst):
-    """Schedulers and orders may change the lists that they get."""
-    def admit(self, running, waiting):
-        started = [*waiting]
-        running.clear()
-        waiting.clear()
-        return started
-
-    def order(self, waiting, running, now):
-        return self.admit(running, waiting)[::-1]
-
-    def plan(self, requests):
-        plan = super().plan(requests)
-        requests.clear()
-        return plan
-
-FACTORS = {
-    "scheduler": list(SCHEDULERS),
-    "chunk": [5, 16, 100],
-    "alloc": ["reserve", "grow"],
-    "n_page": [75, 90],
-    "adapters": [(None,), (None, "q"), (None, "q", "ffn", "all")],
-    "draft": [None, "ngram", 0.3],  # number: noise of a model
-    "spec": ["2", "goodput_request", "confidence"],
-    "temperature": [0.0, 1.0],  # of a neighbour
-    "abort": [0, 4],  # step in which a neighbour is aborted, if not 0
-    "lora": ["batched", "bmm", "merge"],
-    "adapter_pages": [0, 45],
-    "order": [Careless().order, fcfs],
-}
-
-def pairwise_cover(factors):
-    """Cases {name: value} that hold every pair of values of two factors: of some random candidates
-    always the one that holds most of the missing pairs"""
-    rng = random.Random(0)
-    missing = set()
-    for (i, first), (j, second) in combinations(enumerate(factors.values()), 2):
-        missing |= set(product(product([i], first), product([j], second)))
-    cases = []
-    while missing:
-        candidates = [tuple(map(rng.choice, factors.values())) for _ in range(100)]
-        covered = [missing.intersection(combinations(enumerate(c), 2)) for c in candidates]
-        best = max(range(100), key=lambda i: len(covered[i]))
-        cases.append(dict(zip(factors, candidates[best])))
-        missing -= covered[best]
-    return cases
-
-def test_greedy_tokens_equal_the_naive_loop(unwritten_memory_is_nan):
-    preemptions = Counter()  # scheduler -> how often
-    accepted = Counter()  # drafts
-    for case in pairwise_cover(FACTORS):
-        options = dict(max_batch=4, cost=COST) | case
-        names = options.pop("adapters")
-        n_step = options.pop("abort")
-        requests = mixed(names)
-        aborted = Request(prompt(11), 20, names[-1])
-        neighbour = Request(prompt(9), 16, names[-1], temperature=options.pop("temperature"))
-        if isinstance(options["draft"], float):
-            options["draft"] = draft_model(options["draft"])
-        if options["draft"] is None:
-            options["spec"] = "off"
-        engine = start(TARGET, [aborted, neighbour, *requests], **options)
-        for _ in range(n_step):
-            engine.step()
-        if n_step:
-            engine.abort(aborted.id)
-        engine.run()
-        check_pages(engine)
-        check_tokens(requests)
-        preemptions[case["scheduler"]] += n_preempted(engine)
-        if engine.speculator:
-            accepted[case["scheduler"]] += engine.speculator.n_accepted
-    assert sum(n > 0 for n in preemptions.values()) >= 5 and min(accepted.values()) > 0
-
-def loaded_in(engine):
-    """The names of loaded adapters, the least recently used first"""
-    names = {adapter: name for name, adapter in engine.adapters.items()}
-    return [names[adapter] for adapter in engine.memory.loaded]
-
-def test_adapters_are_evicted_when_their_copies_are_done():
-    """The least recently used one first"""
-    engine = start(COST, [], adapters=dict.fromkeys("abc", 8))
-    memory = engine.memory
-    for name in "abc":
-        memory.pin(engine.adapters[name])
-    for name in "bac":
-        memory.unpin(engine.adapters[name])
-    _, second, _ = memory.loaded.values()
-    assert engine.now < second and memory.make_room(memory.pool, len(memory.pool.free) + 1)
-    assert engine.now == second and loaded_in(engine) == ["a", "c"]
-
-@each("n_page, n_hidden", [(20000, 56), (3500, 14)])  # all copies but the first four
-def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden):
-    """[S-LoRA §5.2] If the pool is small, what is prefetched is used: nothing is loaded twice."""
-    cost = CostModel.roofline(preset("llama-7b"), "a100")
-    seconds = []
-    for n_prefetch in (32, 0):
-        requests = [Request([0] * 400, 20, name) for name in range(60)]
-        ranks = dict.fromkeys(range(60), 64)
-        engine = start(cost, requests, "orca", ranks, max_batch=4, n_page=n_page)
-        engine.memory.n_prefetch = n_prefetch
-        engine.runner.copy_adapter = Mock(wraps=engine.runner.copy_adapter)
-        engine.run()
-        seconds.append(engine.now)
-        assert engine.runner.copy_adapter.call_count == 60
-    adapters = [*engine.adapters.values()]
-    copy = 2 * adapters[0].n_params / 24e9  # bytes over those per second
-    assert seconds[1] - seconds[0] == approx(n_hidden * copy, rel=0.05)
-    copies = [engine.runner.copy_adapter(adapter, []) for adapter in adapters[:3]]
-    engine.runner.wait_for(copies[2])  # behind the two others
-    assert engine.now - seconds[1] == approx(3 * copy)
-
-def test_adapters_are_prefetched_in_the_order_of_the_queue():
-    """... as far as they and the tokens of their requests have room."""
-    requests = [Request([1] * 4, 4, name) for name in "abc"]
-    adapters = {name: copy(ADAPTERS["q"]) for name in "abc"}
-    n_page = 8 + 8 + 8 + 4  # c's request and c; b and the prompt of its request
-    engine = start(COST, requests, order=lambda waiting, *_: waiting[::-1], adapters=adapters,
-                   max_batch=1, n_page=n_page)
-    engine.step()
-    assert sorted(loaded_in(engine)) == ["b", "c"]
-
-class SlowCopies(sarathi.ModelRunner):
-    """A copy lands when it is waited for, or else two iterations later, whatever is there then."""
-    def __init__(self, engine, model):
-        super().__init__(engine, model)
-        self.in_flight = [[], []]  # copies that were begun in an iteration
-
-    def copy_adapter(self, adapter, pages):
-        pages = list(pages)
-        write = cache(lambda: adapter.write(self.kv, pages))  # once
-        self.in_flight[-1].append(write)
-        return write
-
-    def wait_for(self, copied):
-        copied()
-
-    def compute(self, batch):
-        self.in_flight.append([])
-        for write in self.in_flight[-3]:
-            write()
-        return super().compute(batch)
-
-def test_requests_with_the_same_adapter_share_its_sites():
-    """Rows of an adapter stand side by side, and are one segment: (first row, rows). Nine rows of
-    decodes are multiplied like a chunk's."""
-    requests = [Request([1] * n, 2, name) for name, n in [
-        ("q", 1), (None, 1), ("all", 2), ("q", 8), ("all", 9), ("q", 20), (None, 30)]]
-    engine = start(TARGET, requests, "orca", max_batch=20, n_page=2000)
-    engine.step()
-    engine.runner.compute = compute = Mock(return_value=(None, None))
-    feeds, *_ = engine.runner.forward(engine.record[0].feeds)
-    names = [feed.request.adapter for feed in feeds]
-    assert names == ["q", "q", None, "all", "q", None, "all"]
-    segments = compute.call_args.args[0].adapters["qkv_proj"]  # "all" has q and k
-    assert segments.numbers[:, :2].tolist() == 2 * [[10, 2]] + [[0, 9], [12, 20]] + 2 * [[62, 9]]
-    assert (segments.n_decode, segments.max_rows) == (2, 20)
-
-def test_an_adapter_takes_the_models_dtype():
-    engine = Engine(random_model(dtype=bfloat16))
-    for name, dtype in (("a", float32), ("b", bfloat16)):
-        adapter = random_adapter(3)
-        adapter.planes = adapter.planes.to(dtype)
-        engine.add_adapter(name, adapter)
-    outputs = engine.generate([prompt(9)] * 3, 12, ["a", "b", None])
-    assert outputs[0] == outputs[1] != outputs[2]
-
-@each("options", [
-    dict(draft="ngram", spec=3),
-    dict(lora="merge", n_page=40),
-    dict(adapter_pages=60, n_page=55, alloc="reserve", draft="ngram", spec=3),
-], ids=str)
-def test_pages_are_conserved(options):
-    """Requests and adapters come and go in 400 random operations, with copies in flight: every
-    request has the tokens of the weights with which it was added, and no page is lost."""
-    rng = random.Random(0)
-    options = dict(runner=SlowCopies, max_batch=3, n_page=70, alloc="grow", chunk=10) | options
-    engine = start(TARGET, [], "sarathi_serve", adapters={}, **options)
-    sources = {None: None}  # name -> that of its newest weights
-    weights = {}  # request -> the same, when it was added
-    aborted = {}  # request -> its state then
-    for _ in range(400):
-        name = rng.choice("abcde")
-        operation = rng.choice(["add", "add", "add_adapter", "remove", "abort", "step", "step"])
-        if operation == "add" and len(engine.requests) < 8:
-            tokens = prompt(rng.choice([3, 9, 20]), rng.randrange(3))
-            request = Request(tokens, rng.randint(1, 12), rng.choice([*sources]))
-            engine.add(request)
-            weights[request] = sources[request.adapter]
-        elif operation == "add_adapter":
-            sources[name] = rng.choice([*ADAPTERS])
-            engine.add_adapter(name, ADAPTERS[sources[name]])
-        elif operation == "remove" and name in sources and rng.random() < 0.5:
-            del sources[name]
-            engine.remove_adapter(name)
-        elif operation == "abort" and engine.requests and rng.random() < 0.4:
-            victim = rng.choice([*engine.requests.values()])
-            aborted[victim] = victim.state
-            engine.abort(victim.id)
-        elif operation == "step":
-            engine.step()
-        check_pages(engine)
-    engine.run()
-    for request, source in weights.items():
-        n = len(request.output) if request in aborted else request.max_new_tokens
-        assert request.output == naive(tuple(request.prompt), source, 12)[:n], request
-    assert {*aborted.values()} == {"waiting", "running"} and len(weights) > len(aborted) + 20
-    assert engine.alloc == "reserve" or n_preempted(engine)
-    for pool, n_page in pools_of(engine).items():
-        assert engine.memory.make_room(pool, n_page)  # adapters are idle
-    assert not engine.memory.n_pins  # it would keep replaced adapters in memory
-
-@each("draft, lora", [("ngram", "batched"), (TARGET, "batched"), (None, "merge")])
-def test_engines_leave_no_cache_behind(draft, lora, monkeypatch):
-    """The caches are freed when the engine ends, without Python's collector, also with graphs."""
-    if DEVICE == "cpu":
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
-    engine = start(TARGET, mixed((None, "q"), 3), "autopilot", cost=COST, draft=draft, lora=lora)
-    runners = [engine.runner]
-    if draft is TARGET:
-        runners.append(engine.speculator.proposer.runner)
-    caches = [weakref.ref(runner.kv) for runner in runners]
-    engine.run()
-    gc.disable()
-    for runner in runners:
-        runner.graphs = sarathi.CudaGraphs(runner)
-    del engine, runner, runners
-    assert [cache() for cache in caches] == [None] * len(caches)
-    gc.enable()
-
-def test_events_stop_tokens_and_times():
-    """The first token comes without drafts. Drafts behind a stop token are not accepted."""
-    tokens = naive(tuple(prompt(25)), None, 12)
-    n = next(n for n in range(3, 8) if tokens[n - 1] not in tokens[:n - 1])
-    last = tokens[n - 1]
-    stopped = tokens[:n], "stop", 7, n - 1  # output, state, drafts, accepted ones
-    cases = (last, stopped), ([last], stopped), ({last}, stopped), (None, (tokens, "length", 9, 9))
-    for stop, (output, state, n_drafted, n_accepted) in cases:
-        request = Request(prompt(25), 12, stop=stop)
-        engine = serve(TARGET, [request], draft=TARGET, spec=7)
-        assert request.output == sum([event.tokens for event in engine.seen], []) == output
-        ends = [event.finished for event in engine.seen if event.finished]
-        assert ends == [request.state] == [state]
-        assert len(request.times) == len(output) and request.times == sorted(request.times)
-        assert engine.speculator.n_drafted == n_drafted and engine.speculator.acceptance > 0.7
-        assert engine.speculator.n_accepted == n_accepted
-        assert engine.step() == []
-
-def test_a_function_that_aborts_gets_no_more_tokens():
-    for n in (1, 6):  # events have 1, 5 and 5 tokens
-        requests = [Request(prompt(25), 11), *mixed(n=2)]
-        engine = start(TARGET, requests, max_batch=3, draft=TARGET, spec=4)
-        first = requests[0]
-        seen = []
-
-        def on_event(event):
-            if event.request is first:
-                seen.extend(event.tokens)
-                if len(seen) == n:
-                    engine.abort(first.id)
-        run = engine.run(on_event)
-        assert seen == first.output == naive(tuple(prompt(25)), None, 11)[:n]
-        assert first.state == "aborted" and len(first.times) == n and first not in run.requests
-        check_tokens(requests[1:])
-        check_pages(engine)
-
-def test_engines_share_a_model_and_a_scheduler():
-    scheduler = sarathi.Orca()
-    merging = start(TARGET, [], scheduler, chunk=64, lora="merge", order=Careless().order)
-    other = start(TARGET, [], scheduler, chunk=16)
-    assert merging.chunk == 64 and other.chunk == 16
-    for engine in (other, merging, other, merging):
-        requests = mixed((None, "q"), 4)
-        for request in requests:
-            engine.add(request)
-        engine.run()
-        check_tokens(requests)
-
-def test_a_scheduler_has_a_chunk_of_its_own():
-    """Its class has 12, or the object 7"""
-    own = type("Mine", (sarathi.Sarathi,), {"chunk": 12})
-    for scheduler, chunk in ((own, 12), (own(), 12), (own(7), 7), (sarathi.Sarathi, 64)):
-        assert Engine(COST, scheduler, chunk=64).chunk == chunk
-
-def test_merged_weights_follow_a_training():
-    model = random_model()
-    engine = start(model, [], lora="merge")
-    for _ in range(2):
-        outputs = engine.generate([prompt(9)], 8, "q")
-        assert outputs == start(model, []).generate([prompt(9)], 8, "q")
-        for weight in model.make_trainable():
-            weight.data *= -1
-
-def test_requests_start_when_they_arrive():
-    requests = [Request([0] * 9, 3, arrival=t) for t in (5.0, 2.0, 900.0)]
-    engine = start(COST, requests, "orca")
-    engine.run()
-    starts = [(iteration.feeds[0].request.id, iteration.start) for iteration in engine.record]
-    assert starts[::3] == [(1, 2.0), (0, 5.0), (2, 900.0)]
-    with pytest.raises(ValueError, match="on the engine's clock = 2.0: must be in 900"):
-        engine.add(Request([0] * 9, 3, arrival=2.0))  # the same cell of a notebook, run again
-    engine.add(Request([0] * 9, 3, arrival=engine.record[-1].start))  # a router's
-
-@each("how", ["replaced", "removed"])
-def test_a_version_of_an_adapter_ends_with_its_name_and_requests(how):
-    engine = Engine(TARGET, n_page=300)
-    versions = weakref.WeakSet()
-    for seed in range(3):
-        engine.add_adapter("v", Adapter.random(TINY, 2, seed))
-        versions.add(engine.adapters["v"])
-        engine.generate([prompt(5)], 2, "v")
-    assert len(versions) == 1
-    request = Request(prompt(5), 9, "v")
-    engine.add(request)
-    engine.step()
-    if how == "replaced":
-        engine.add_adapter("v", Adapter.random(TINY, 2, 9))
-    else:
-        engine.remove_adapter("v")
-    engine.run()
-    assert len(request.output) == 9
-    del request
-    assert not versions and len(engine.memory.pool.free) == engine.n_page
-
-class Counts:
-    n = 0
-
-    def count(self, *_):
-        self.n += 1
-        return getattr(super(), self.hook)(*_)
-
-def test_what_parts_of_ones_own_count_can_be_read():
-    parts = {}
-    for base, hook in ((sarathi.Orca, "plan"), (sarathi.Goodput, "n_drafts"),
-                       (sarathi.Zeros, "draft"), (Fair, "__call__")):
-        kind = type("Mine", (Counts, base), {"hook": hook, hook: Counts.count})
-        parts[hook] = kind()
-    for chunk in (64, 32):  # of a second engine the same
-        engine = Engine(COST, parts["plan"], chunk, draft=parts["draft"], spec=parts["n_drafts"],
-                        order=parts["__call__"], alpha=0.7)
-        engine.generate([[1]], 9)
-        assert engine.chunk == chunk and all(part.n > 0 for part in parts.values())
-
-@each("options, sizes, ends, n", [
-    # the third has no room, and blocks the last
-    (dict(n_page=32), [(10, 3), (10, 9), (10, 7), (10, 2)], [0, 1, 3, 2], 0),
-    # none starts if a running one lacks a page for its next token; preempted ones go first
-    (dict(n_page=75, alloc="grow"), [(20, 20)] * 6, [0, 1, 2, 3, 4, 5], 3),
+@each("n_thread", [1, 5])
+@each("n_in, n_out", [
+    (2, 1),
+    (770, 33),
+    (33, 40),  # no whole pairs of bfloat16: not packed
+    (96, 70),  # by tiles where there is AMX
 ])
-def test_which_requests_wait_and_how_many_are_preempted(options, sizes, ends, n):
-    requests = [Request([0] * n_prompt, n_output) for n_prompt, n_output in sizes]
-    engine = start(COST, requests, "orca", max_batch=4, **options)
-    run = engine.run()
-    assert [request.id for request in run.requests] == ends
-    assert run.n_preempted == n_preempted(engine) == n
+def test_operator_linear(n_in, n_out, n_thread, dtype):
+    """All numbers of rows to two tiles, and a prompt's; a row does not depend on its neighbours"""
+    weight = torch.randn(n_out, n_in).to(dtype)
+    bias = torch.randn(n_out).to(dtype)
+    x = torch.randn(300, n_in).to(dtype)
+    packed = kernels.pack(weight)
+    assert torch.equal(packed.to_dense(), weight)
+    kernels.cpp.called |= not isinstance(packed, kernels.Packed)  # then torch serves
+    torch.set_num_threads(n_thread)
+    for n, shift in product((*range(1, 18), 300), (bias, None)):
+        actual = kernels.linear(x[:n], packed, shift)
+        expected = x[:n].double() @ weight.double().T + (0 if shift is None else shift)
+        near(actual, expected, n_in**0.5)
+        if isinstance(packed, kernels.Packed):
+            assert torch.equal(actual[-1:], kernels.linear(x[n - 1:n], packed, shift))
+    torch.set_num_threads(1)
 
-def test_pages_of_rejected_drafts_are_taken_back_before_a_request_is_preempted():
-    requests = [Request([0] * 20, 30) for _ in range(2)]
-    engine = start(COST, requests, "orca", max_batch=2, n_page=60, alloc="grow")
-    engine.step()
-    pool = engine.memory.pool
-    assert pool.reserve(requests[0], 60 - len(pool.tables[requests[1]]))  # as for many drafts
-    engine.step()
-    assert engine.running == requests and len(pool.tables[requests[0]]) < 23
+@each("N, C, mean", [(1, 48, 1), (33, 1040, 1), (9, 768, 1000)])
+def test_operator_add_norm(N, C, mean, dtype):
+    """RMSNorm and LayerNorm, with and without a sum, which is rounded as torch rounds it"""
+    x, y = torch.randn(2, N, C).to(dtype) + mean
+    weight, bias = torch.randn(2, C).to(dtype)
+    eps = 0.5  # large enough to be seen
+    for added, shift in product((y, None), (bias, None)):
+        total, norm = kernels.add_norm(x, added, weight, shift, eps)
+        total_ref, norm_ref = kernels.add_norm_ref(x, added, weight, shift, eps)
+        assert torch.equal(total, total_ref)
+        near(norm, norm_ref, mean**0.5)
 
-def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
-    """On a GPU, where nothing else does: the clock would be too early. Copies of adapters, on
-    another stream, are not waited for."""
-    engine = start(TARGET, [Request(prompt(40), 2)], chunk=16)
-    engine.runner.copies = True
-    engine.runner.graphs = None
-    stream = Mock()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=AssertionError))
-    for n in (1, 2, 2, 2):
-        engine.step()
-        assert stream.synchronize.call_count == n
+@each("gated", [True, False])
+@each("N, I", [(1, 48), (9, 1040)])
+def test_operator_activate(N, I, gated, dtype):
+    h = 5 * torch.randn(N, 2 * I if gated else I).to(dtype)
+    near(kernels.activate(h, gated), kernels.activate_ref(h, gated))
 
-class Heads(sarathi.Proposer):
-    """Drafts by linear heads on the last hidden state, as Medusa's and EAGLE's: the model's own
-    head, which here now and then says the token behind the next one too."""
-    def observe(self, feeds, new_tokens, hidden):
-        rows = iter(hidden.split(1))
-        for request, _, _, n_logits in feeds:
-            own = [next(rows) for _ in range(n_logits)]
-            if own:  # that of the last token which is right
-                request.notes["hidden"] = own[len(new_tokens[request]) - 1].clone()
-
-    def draft(self, request, k):
-        head = self.engine.runner.model.weights["head.weight"]
-        return kernels.linear(request.notes["hidden"], head)[0].topk(k).indices
-
-class Half(sarathi.Speculator):
-    """Allows half of the drafts."""
-    def limit(self, request):
-        return super().limit(request) // 2
-
-@each("graphs, options", [
-    (False, dict(scheduler="prefill_first")),
-    (False, dict(alloc="grow", n_page=120)),
-    (True, {}),
-], ids=str)
-def test_parts_may_be_ones_own_and_drafts_of_hidden_states(graphs, options, monkeypatch):
-    if graphs:
-        fake_graphs(monkeypatch)
-    requests = mixed([None, "q", "ffn"])
-    engine = serve(TARGET, requests, draft=Heads(), spec=6, runner=SlowCopies, speculator=Half,
-                   **options)
-    check_tokens(requests)
-    assert type(engine.runner) is SlowCopies and type(engine.speculator) is Half
-    assert engine.speculator.n_accepted > 0 and engine.speculator.n_drafted > 50
-    assert max(map(max, rows_of(engine, 3))) == 4
-
-@each("draft", ["ngram", draft_model(0.3)], ids=["ngram", "model"])
-def test_parts_of_users_may_preempt(draft):
-    """Any running request but the last one, whenever they are called"""
-    for seed in range(6):
-        rng = random.Random(seed)
-        requests = mixed((None, "q"))
-        scheduler = rng.choice(["orca", "prefill_first", "sarathi"])
-        engine = start(TARGET, requests, scheduler, chunk=16, max_batch=3, draft=draft, spec=2)
-
-        def preempting(owner, name):
-            method = getattr(owner, name)
-
-            def call(*args):
-                if len(engine.running) > 1 and rng.random() < 0.2:
-                    engine.preempt(rng.choice(engine.running))
-                return method(*args)
-            setattr(owner, name, call)
-        speculator = engine.speculator
-        parts = dict(order=engine, admit=engine.scheduler, n_drafts=speculator.policy,
-                     draft=speculator.proposer, observe=speculator.proposer)
-        for name, owner in parts.items():
-            preempting(owner, name)
-        while engine.requests:
-            engine.step()
-            check_pages(engine)
-        check_tokens(requests)
-        assert sum(request.n_preempted for request in requests) > 2
-    with pytest.raises(AssertionError, match="preempts Request.*is not running"):
-        engine.preempt(requests[0])
-
-def test_the_pool_has_room_for_an_ordinary_adapter():
-    config = preset("tinyllama-1.1b")
-    cost = CostModel.roofline(config, "a10g")
-    wide = {rank: Adapter(config, dict.fromkeys(config.modules, rank)) for rank in (256, 512)}
-    for max_batch in (1, 8):
-        engine = Engine(cost, max_batch=max_batch)
-        engine.add_adapter("a", wide[256])
-        assert engine.generate([[0] * 2040], 8, "a") == [[0] * 8]
-    engine.add_adapter("b", wide[512])
-    with pytest.raises(ValueError, match="its adapter = 50178: must be in 1 .. 41472"):
-        engine.add(Request([0], 1, "b"))
-    for options in dict(n_page=50178), dict(adapter_pages=50176):
-        engine = Engine(cost, max_batch=1, **options)
-        engine.add_adapter("b", wide[512])
-        assert engine.generate([[0]], 1, "b") == [[0]]
-    with pytest.raises(ValueError, match="pages of the adapter = 50176: must be in 0 .. 500"):
-        engine = Engine(cost, adapter_pages=500)
-        engine.add_adapter("b", wide[512])
-        engine.add(Request([0], 1, "b"))
-    full = Engine(CostModel.roofline(preset("llama-33b"), "a100"))  # memory has no room for more
-    assert full.n_page == full.model.memory // full.model.page_bytes
-
-BAD_OPTIONS = {
-    "unknown scheduler 'fast'.* static, orca": dict(scheduler="fast"),
-    "scheduler = 5: must be an object like Sarathi": dict(scheduler=5),
-    "unknown alloc 'lazy'.* reserve, grow": dict(alloc="lazy"),
-    "order = 5: must be a function": dict(order=5),
-    "unknown spec .or off, or a number. 'a number'.* goodput": dict(
-        spec="a number", draft="ngram"),
-    "unknown draft 'a GPT'.* ngram": dict(spec=2, draft="a GPT"),
-    "vocabulary of the draft model = 7: must be in 46 .. 76": dict(
-        spec=2, draft=GPT.from_preset(replace(TINY, vocab_size=7), float32)),
-    "alpha of an oracle": dict(spec="oracle", draft="ngram"),
-    "spec = 0": dict(spec=0, draft="ngram"),
-    "spec = 3: needs a draft": dict(spec=3),
-    "chunk = 0": dict(chunk=0),
-    "chunk = '8'": dict(scheduler=sarathi.Sarathi("8")),
-    "alpha = 1.5": dict(alpha=1.5),
-}
-LIST = "must be a list of tokens, like .1, 2, 3."
-BAD_REQUESTS = {
-    "tokens in the prompt = 0": dict(prompt=[]),
-    f"prompt = 'text': {LIST}.*generate.. a list of prompts": dict(prompt="text"),
-    f"stop = '.': {LIST}": dict(stop="."),
-    "max_new_tokens = True": dict(max_new_tokens=True),
-    "unknown adapter .'ffn'.: one of": dict(adapter=["ffn"]),
-    "token = 61: must be in 0 .. 60": dict(prompt=[1, 61]),
-    "token = -1": dict(prompt=[-1, 1]),
-    "unknown adapter 'none'.* ffn": dict(adapter="none"),
-    "a prompt of 1 tokens . 160 exceeds the context of 160": dict(max_new_tokens=160),
-    "pages of the request and its adapter = 81.* 80": dict(max_new_tokens=61, adapter="ffn"),
-}
-DEEP = Adapter.random(replace(TINY, n_layer=3), {"mlp.down_proj": 2})
-BAD_CALLS = {
-    "tokens in the prompt = 0: must": lambda engine: engine.generate([[1], []]),
-    "names in adapter = 1: must be in 2 .. 2":
-        lambda engine: engine.generate([[1], [2]], adapter=["ffn"]),
-    "id = 0: add a Request only once": lambda engine: engine.add(engine.requests[0]),
-    "99": lambda engine: engine.abort(99),
-    "rank = 0": lambda engine: engine.add_adapter("lost", 0),
-    "adapter 'empty': .*must have weights":
-        lambda engine: engine.add_adapter("empty", Adapter(TINY, {"self_attn.q_proj": 4})),
-    "adapter 'deep': .*made for this model": lambda engine: engine.add_adapter("deep", DEEP),
-    "unknown adapter 'lost': one of q, ffn": lambda engine: engine.remove_adapter("lost"),
-}
-
-@each("message", BAD_OPTIONS | BAD_REQUESTS | BAD_CALLS)
-def test_bad_input_is_one_line_and_harms_no_other(message):
-    requests = [Request([5, 6], 2, "ffn"), Request([7, 8, 9], 2, "q")]
-    engine = start(TARGET, requests, max_batch=1, n_page=80)
-    engine.step()
-    with pytest.raises((ValueError, KeyError, FileNotFoundError), match=message) as raised:
-        if message in BAD_OPTIONS:
-            Engine(TARGET, **BAD_OPTIONS[message])
-        elif message in BAD_REQUESTS:
-            engine.add(Request(**dict(prompt=[1]) | BAD_REQUESTS[message]))
-        else:
-            BAD_CALLS[message](engine)
-    assert "\n" not in str(raised.value)
-    assert len(engine.requests) == 2  # none was added
-    engine.run()
-    check_tokens(requests)
-
-def test_random_adapters_depend_on_their_names_alone():
-    """Ranks may have added different numbers of them before."""
-    planes = [start(TARGET, [], adapters=names).load_adapter("new", 4).planes
-              for names in (ADAPTERS, {})]
-    assert planes[0].equal(planes[1]) and planes[0].any()
-    assert not planes[0].equal(Engine(TARGET).load_adapter("other", 4).planes)
-
-def test_ranks_add_the_same_adapters(monkeypatch):
-    engine = Engine(TARGET)
-    monkeypatch.setattr(TARGET.world, "rank", 1)
-    engine.runner = sarathi.ParallelRunner(engine, TARGET)
-    monkeypatch.setattr(World, "broadcast", lambda *_: ("add", ("mine", None)))
-    engine.add_adapter("mine", ADAPTERS["q"])
-    monkeypatch.setattr(World, "broadcast", lambda *_: ("add", ("other", None)))
-    with pytest.raises(ValueError, match="adapter 'mine': rank 0 adds 'other'"):
-        engine.add_adapter("mine", ADAPTERS["q"])
-
-ODD = [None, True, -1, 0, 1, 3, 61, 2**70, 0.5, 1e-39, 1e300, math.nan, math.inf, 1j, "", "text",
-       b"ab", [], [5, 6], {8}, {"a": 1}, [[1]], [None], range(3), np.int8(9), np.arange(4),
-       np.ones(2), torch.tensor([3, 4]), torch.tensor(2), Request, object]
-FIELDS = ["prompt", "max_new_tokens", "adapter", "temperature", "top_k", "top_p", "stop", "arrival",
-          "seed", "n_past", "drafts", "state", "output", "acceptance", "notes"]
-
-def test_requests_share_nothing_that_an_engine_changes():
-    """Copies of one, with its notes"""
-    first = Request(prompt(5), 6, notes={"ttft": 1.0})
-    requests = [replace(first, prompt=prompt(n, n)) for n in (5, 30, 9)]
-    start(TARGET, requests, draft=draft_model(0.3), order=sarathi.edf()).run()
-    check_tokens(requests)
-    assert not first.output and first.notes == {"ttft": 1.0}
-
-def test_generate_ends_with_its_requests():
-    """Another one comes years later. step() does not wait for it. stop may be read once."""
-    engine = start(TARGET, [Request([1], arrival=1e8)])
-    whole, = engine.generate([prompt(5)], 16)
-    assert len(whole) == 16 and engine.step() == [] and len(engine.requests) == 1
-    output, = engine.generate([prompt(5)], 16, stop=iter(whole[8:9]))
-    assert output == whole[:whole.index(whole[8]) + 1]
-
-def test_generate_compares_no_request_with_all_others(monkeypatch):
-    """Thousands of prompts take a time in proportion."""
-    compared = Mock(return_value=False)
-    monkeypatch.setattr(Request, "__eq__", lambda *_: compared())
-    assert len(Engine(COST, max_batch=4).generate([[1]] * 99, 3)) == 99
-    assert compared.call_count < 99
-
-def test_odd_requests_are_refused_or_served(monkeypatch):
-    """Each odd value in each field. A refusal is one line; what is accepted ends, and harms no good
-    neighbour."""
-    rng = random.Random(0)
-    engine = start(TARGET, [], max_batch=8, n_page=300, alloc="grow", draft=draft_model(0.3))
-    monkeypatch.setattr(engine, "clock", sarathi.VirtualClock())
-    good = mixed([None, "q"], 12)
-    odd = []
-    for name, value in product(FIELDS, ODD):
-        fields = dict(prompt=prompt(rng.randint(1, 20)), max_new_tokens=rng.randint(1, 4),
-                      temperature=rng.choice([0.0, 1.0]), adapter=rng.choice([None, "ffn"]))
-        odd.append(Request(**fields | {name: value}))
-    for request in rng.sample(good + odd, len(good + odd)):
-        try:
-            engine.add(request)
-        except (ValueError, KeyError) as error:
-            assert request in odd and "\n" not in str(error)
-            odd.remove(request)
-    engine.run()
-    check_tokens(good)
-    check_pages(engine)
-    for request in odd:
-        assert request.state in ("length", "stop")
-        assert all(type(token) is int for token in request.output)
-    assert 50 < len(odd) < 300
-
-MISTAKES_IN_CODE = {  # message -> a method of a scheduler, policy or proposer; what it gives
-    "plans .Request.*: must be .*request, who": ("plan", lambda requests: requests),
-    "Orca plans ..Request.*: must be runn": ("plan", lambda requests: [(requests[0], 1)] * 2),
-    "plans ..Request.id=0, .* 99..: must": ("plan", lambda requests: [(requests[0], 99)]),
-    "plans .*1.5..: must be .*whole number": ("plan", lambda requests: [(requests[0], 1.5)]),
-    "plans ..Request.id=-1, .* 1..: must": ("plan", lambda requests: [(Request([1]), 1)]),
-    "plans .*: must be running requests, each": ("plan", lambda requests: []),
-    "Orca starts Request.id=-1, 1 . 32 tokens, waiting.: is": ("admit", lambda *_: [Request([1])]),
-    "Orca gives None: must be a list of waiting requests": ("admit", lambda *_: None),
-    "Orca gives .0.: must be a list of": ("admit", lambda *_: [0]),
-    "Orca or the memory leaves Request.id=0, .* out, and": ("admit", lambda *_: []),
-    "Fixed gives .4.: must be whole numbers in 0 .. .3": ("n_drafts", lambda *_: [4]),
-    "Fixed gives 2: must be whole": ("n_drafts", lambda *_: 2),
-    "Fixed calls price: set needs_price = True": ("n_drafts", lambda *given: given[-1]([1])),
-    "Zeros gives .61.: must be up to 3 tokens below 61": ("draft", lambda *_: [61]),
-    "Zeros gives array.*: must be up to 3": ("draft", lambda *_: np.ones(4, int)),
-}
-
-def drop_second(waiting, running, now):
-    return [request for request in waiting if request.id != 1]
-
-class Loses(sarathi.Orca):
-    def admit(self, running, waiting):
-        self.engine.running.clear()
-        return waiting
-
-class Nan(CostModel):
-    def __init__(self, seconds):
-        super().__init__(TINY, float32)
-        self.parts = lambda stats, lora: (seconds, 0.0, 0.0, 0.0)
-
-LOST = {  # message -> model, and options of an engine
-    "drop_second or the memory leaves Request.id=1, .* out": (COST, dict(order=drop_second)),
-    "Loses or the memory leaves Request.id=0, .* running. out": (COST, dict(scheduler=Loses())),
-    "Nan gives nan s for an iteration": (Nan(math.nan), {}),
-    "Nan gives inf s for an iteration": (Nan(torch.tensor(math.inf)), {}),
-}
-
-@each("message", LOST)
-def test_no_part_of_a_user_lets_run_hang(message):
-    model, options = LOST[message]
-    engine = start(model, [Request([1] * 4, 3) for _ in range(3)], max_batch=2, **options)
-    with pytest.raises(sarathi.UserCodeError, match=message):
-        engine.run()
-
-def test_a_request_is_not_preempted_without_end():
-    request = Request([1] * 4, 3)
-    engine = start(COST, [request])
-    engine.run_iteration()
-    engine.preempt(request)
-    request.n_preempted = 1000
-    request.output.clear()
-    engine.admit()
-    with pytest.raises(sarathi.UserCodeError, match="preempts Request.id=0, .* without end"):
-        engine.preempt(request)
-
-@dataclasses.dataclass
-class Tagged(Request):
-    tag: str = ""
-
-def test_requests_are_compared_as_objects_and_an_engine_is_a_line():
-    requests = [Tagged(prompt(9), 4, tag="same") for _ in range(2)]
-    engine = start(TARGET, requests, max_batch=1)
-    engine.step()
-    assert str(engine) == "Engine(Sarathi, 1 requests run, 1 wait)"
-    engine.run()
-    check_tokens(requests)
-
-def test_gaps_in_time_are_counted():
-    """One of 99 late is more than 1 %, one of 100 is not"""
-    for n, expected in (99, False), (100, True):
-        request = Request([1], state="length", times=[float(t) for t in range(n)] + [n + 0.5])
-        request.arrival = 0.0
-        run = sarathi.Metrics([request], 0.0)
-        assert run.meets(1.0, 1.0) == expected and run.attainment(1.0, 1.0) == expected
-
-def test_operators_are_compiled_before_the_clock_starts(monkeypatch):
-    library = Mock(side_effect=kernels.library)
-    monkeypatch.setattr(sarathi, "library", library)
-    clock = Mock(side_effect=lambda: library.assert_called_once())
-    monkeypatch.setattr(sarathi, "WallClock", clock)
-    monkeypatch.setattr(sarathi, "backend", lambda kv: "cpp")
-    Engine(TARGET)
-    assert library.call_args.args == (float32, 16)
-
-def test_a_terminal_without_utf8_and_python_without_docstrings(tmp_path):
-    code = ("import sarathi\n"
-            "sarathi.run_command_line(lambda: print('caf\\u00e9 \\u4e2d', end=''))\n"
-            "import bench\nbench.make_parser()\nprint(len(bench.EXPERIMENTS) > 9)")
-    run = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True,
-                         cwd=Path(__file__).parent, env=os.environ | dict(PYTHONIOENCODING="ascii"))
-    assert run.stdout == "caf? ?True\n", run.stderr
-
-def test_seconds_of_a_cost_model_are_numbers():
-    """A tensor would be the same object in all times"""
-    request = Request([1] * 4, 3)
-    start(Nan(torch.tensor(0.25)), [request]).run()
-    assert request.times == [0.25, 0.5, 0.75]
-
-@each("message", MISTAKES_IN_CODE)
-def test_a_mistake_in_a_users_code_is_one_clear_line(message):
-    engine = Engine(TARGET, "orca", max_batch=1, draft=sarathi.Zeros(), spec=sarathi.Fixed(3))
-    method, gives = MISTAKES_IN_CODE[message]
-    parts = engine.scheduler, engine.speculator.policy, engine.speculator.proposer
-    owner = next(part for part in parts if hasattr(part, method))
-    setattr(owner, method, gives)
-    with pytest.raises(AssertionError, match=message):
-        engine.generate([[1, 2, 3, 4]] * 3, 8)
-    check_pages(engine)
-    assert not engine.requests
-
-FORMS = [list, np.array, torch.tensor, tuple, iter, lambda tokens: None]
-
-@each("temperature", [0.0, 0.8])
-def test_what_users_code_gives_may_be_arrays(temperature):
-    """The drafts are right, and in another of the FORMS each time."""
-    request = Request(prompt(20), 30, temperature=temperature, seed=5)
-    engine = start(TARGET, [request], "orca", draft=sarathi.Zeros(), spec=3)
-
-    def draft(request, k):
-        n = len(request.output)
-        form = FORMS[len(engine.record) % len(FORMS)]
-        return form(naive(tuple(prompt(20)), None, 30)[n:n + k])
-    engine.speculator.proposer.draft = draft
-    engine.speculator.policy.n_drafts = lambda requests, limits, *_: iter(np.array(limits))
-    engine.scheduler.plan = lambda requests: tuple((r, np.int64(r.n_todo)) for r in requests)
-    engine.run()
-    assert all(type(token) is int for token in request.output)
-    assert engine.speculator.n_drafted > 15
-    if not temperature:
-        check_tokens([request])
-        assert engine.speculator.n_accepted > 9
-
-@each("options", [{}, dict(draft="ngram", spec=3)], ids=str)
-@each("temperature", [0.0, 0.8])
-def test_nan_and_infinity_end_their_requests_alone(temperature, options):
-    """A token has an embedding that overflows, or is NaN; the request with it ends, no other."""
-    model = GPT.from_preset(TINY, torch.float32, seed=1)
-    for value in (math.nan, math.inf):
-        model.weights["embedding.weight"][60] = value
-        broken, *others = [Request(tokens, 9, temperature=temperature, seed=5)
-                           for tokens in ([1, 2, 60, 3], [1, 2, 3], [5, 6])]
-        engine = start(model, [broken, *others], **options)
-        with pytest.raises(FloatingPointError, match="NaN or infinity in the logits of request 0"):
-            engine.run()
-        engine.run()
-        check_pages(engine)
-        assert broken.state == "aborted" and not broken.output
-        assert [len(request.output) for request in others] == [9, 9]
-        if not options or not temperature:
-            prompts = [request.prompt for request in others]
-            alone = Engine(model).generate(prompts, 9, temperature=temperature, seed=5)
-            assert alone == [request.output for request in others]
-
-@each("options", [{}, dict(max_batch=0), dict(scheduler="autopilot"), dict(lora="merge"),
-                  dict(draft="ngram", spec="goodput", alpha=0.6)], ids=str)
-def test_a_cost_model_of_ones_own_needs_parts_alone(options):
-    requests = [Request([1] * 300, 20, arrival=0.5 * i, adapter="a") for i in range(8)]
-    cost = Linear(preset("llama-7b"), bfloat16)
-    engine = start(cost, requests, adapters={"a": 8}, **dict(scheduler="sarathi") | options)
-    engine.run()
-    gaps = np.concatenate([np.diff(request.times) for request in requests])
-    n_row = 1 + engine.speculator.last_k[requests[-1]] if engine.speculator else 1
-    assert gaps[gaps > 0].min() == approx(1e-3 * n_row, rel=0.05)
-
-HOOKS = {  # what may fail in an iteration: engine -> its owner and its name
-    "plan": lambda engine: (engine.scheduler, "plan"),
-    "admit": lambda engine: (engine.scheduler, "admit"),
-    "order": lambda engine: (engine, "order"),
-    "policy": lambda engine: (engine.speculator.policy, "n_drafts"),
-    "drafts": lambda engine: (engine.speculator.proposer, "propose"),
-    "copy": lambda engine: (engine.runner, "copy_adapter"),
-    "merge": lambda engine: (engine.model, "merge"),
-    "run": lambda engine: (engine.runner, "run"),
-    "finish": lambda engine: (engine, "finish"),  # behind the last token of a request
-    "on_event": lambda engine: (engine, "on_event"),
-}
-WAYS = {
-    "model": (TARGET, {}),
-    "merged": (TARGET, dict(lora="merge")),
-    "simulated": (COST, dict(adapter_pages=60, alpha=0.7)),
-}
-
-@each("way, hook", [
-    *(("model", hook) for hook in HOOKS if hook != "merge"),
-    *product(["merged"], ["merge", "run"]),
-    *product(["simulated"], ["copy", "run", "finish"]),
+@each("rotated", [True, False])
+@each("normed", [True, False])
+@each("N, H, Hk, D", [
+    (1, 4, 4, 64),
+    (21, 8, 2, 80),
+    (2, 4, 4, 5),  # not rotated
 ])
-def test_after_an_exception_all_requests_wait_again(way, hook, monkeypatch):
-    """generate takes its requests back, and no page and no token of the others is lost."""
-    names = [None, "q", "ffn"]
-    prompts = [prompt(9 + i, i) for i in range(3)]
-    model, options = WAYS[way]
-    small = CostModel.roofline(TINY, "h200") if model is COST else draft_model(0.3)
-    n_good = 1 if hook in ("copy", "merge") else 3  # calls before Ctrl-C
-    for n, error in ((0, ZeroDivisionError), (n_good, KeyboardInterrupt)):
-        others = mixed(names, 3)
-        engine = start(model, others, draft=small, spec=2, n_page=130, max_batch=3, chunk=16,
-                       alloc="grow", **options)
-        engine.on_event = lambda event: None
-        owner, name = HOOKS[hook](engine)
-        effects = [DEFAULT] * n + [error] + [DEFAULT] * 999
-        fails = Mock(wraps=getattr(owner, name), side_effect=effects)
-        monkeypatch.setattr(owner, name, fails)
-        with pytest.raises(error):
-            if hook == "on_event":
-                engine.run(engine.on_event)
-            else:
-                engine.generate(prompts, 5, names)
-        check_pages(engine)
-        assert {*engine.requests.values()} <= {*others}
-        tokens = engine.generate(prompts, 5, names)
-        engine.run()
-        assert not engine.requests and [len(output) for output in tokens] == [5] * 3
-        assert all(len(r.output) == len(r.times) == r.max_new_tokens for r in others)
-        assert {request.state for request in others} == {"length"}
-        if model is TARGET:
-            assert tokens == [naive(tuple(p), name, 5) for p, name in zip(prompts, names)]
-            check_tokens(others)
+def test_operator_rotate_write(N, H, Hk, D, rotated, normed, dtype):
+    qkv = 3 * torch.randn(N, (H + 2 * Hk) * D).to(dtype)
+    norm = torch.randn(2 * D).to(dtype) if normed else None
+    angles = 6 * torch.rand(N, D // 2)
+    rope = (angles.cos(), angles.sin()) if rotated and D % 2 == 0 else (None, None)
+    pages = torch.randperm(40)[:N].int()
+    kv = torch.randn(2, 40, Hk, D).to(dtype)
+    kv_ref = kv.clone()
+    eps = 0.5  # large enough to be seen
+    q = kernels.rotate_write(qkv, *rope, kv, pages, H, Hk, norm, eps)
+    q_ref = kernels.rotate_write_ref(qkv, *rope, kv_ref, pages, H, Hk, norm, eps)
+    near([q, kv], [q_ref, kv_ref])
 
-def test_after_an_exception_nothing_is_in_flight(monkeypatch):
-    """Ctrl-C while an adapter is copied to pages that are free then: the copy ends before another
-    request has them."""
-    engine = start(TARGET, mixed("q", 1), runner=SlowCopies)
-    engine.runner.copies = True  # as on a GPU
-    land = Mock(side_effect=lambda: [write() for write in chain(*engine.runner.in_flight)])
-    monkeypatch.setattr(torch.cuda, "synchronize", land)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(engine.runner, "wait_for", Mock(side_effect=KeyboardInterrupt))
-        engine.step()
-    engine.abort()
-    requests = mixed(n=2)
-    for request in requests:
-        engine.add(request)
-    engine.run()
-    check_tokens(requests)
-    assert land.call_count == 1
+def place(entries, lengths):
+    """Give spans or segments, few rows first, pages in random order, and add an empty one, as in a
+    CUDA graph. -> entries, table, n_decode"""
+    starts = [0, *accumulate(lengths)]
+    entries = [[*entry, start] for entry, start in zip(entries, starts)]
+    table = torch.randperm(2 * starts[-1])[:starts[-1]].int()
+    few = [entry for entry in entries if entry[1] <= DECODE_ROWS]
+    chunks = entries[len(few):]
+    padding = [10**6, 0, *[10**6] * (len(entries[0]) - 2)]
+    entries = torch.tensor([*few, padding, *chunks])
+    return entries.int(), table, len(few) + 1
 
-def test_threads_take_turns():
-    """Several generate(), one adds and aborts, the main one steps"""
-    engine = start(TARGET, [], n_page=300, max_batch=4, chunk=16, alloc="grow")
-    wrong = []
+def cache_of(table, Hk, D, dtype):
+    """Pages that the table does not list hold NaN."""
+    kv = torch.full((2, 2 * len(table), Hk, D), float("nan"), dtype=dtype)
+    kv[:, table.long()] = torch.randn(2, len(table), Hk, D).to(dtype)
+    return kv
 
-    def generate(seed):
-        for i in range(6):
-            tokens = prompt(3 + 4 * i, seed)
-            if engine.generate([tokens], 5) != [naive(tuple(tokens), None, 5)]:
-                wrong.append((seed, i))
+def batch_of(requests):
+    """requests: "rows+n_past ...", few rows first -> N and a Batch on the host"""
+    sizes = [tuple(map(int, text.split("+"))) for text in requests.split()]
+    starts = [0, *accumulate(rows for rows, _ in sizes)]
+    entries = [[start, rows, n_past] for start, (rows, n_past) in zip(starts, sizes)]
+    spans, table, n_decode = place(entries, [rows + n_past for rows, n_past in sizes])
+    tokens, no_rows = kernels.zeros(starts[-1]), kernels.zeros(0)
+    arrays = tokens, no_rows, no_rows, spans.cpu().numpy(), table.cpu().numpy(), no_rows
+    return starts[-1], Batch(*arrays, n_decode)
 
-    def abort():
-        for _ in range(30):
-            id = engine.add(Request(prompt(9), 50))
-            engine.abort(id)
-    threads = [Thread(target=generate, args=(seed,)) for seed in range(4)] + [Thread(target=abort)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        engine.step()
-    assert not wrong and not engine.requests and not engine.step()
-    check_pages(engine)
+ATTENTION = [  # threads, heads, kv heads, head_dim, requests
+    (1, 8, 1, 16, "1+0 1+15 1+16 1+31 1+32 1+4095"),
+    (1, 2, 2, 64, "1+0 1+63 1+64 8+57 127+0 128+1 129+70"),
+    (1, 4, 1, 64, "1+127 1+128 2+127 8+600 9+5"),
+    (1, 4, 4, 80, "1+14 7+200 1+511 9+0 15+0 16+16 17+1 31+33"),
+    (1, 4, 4, 5, "1+7 9+3 40+0"),
+    # in Triton, the tiles are those of the cases above
+    (1, 4, 1, 16, "255+0 257+64 300+40"),
+    (1, 8, 2, 80, "1+254 1+255 1+256 2+36 3+39 4+42 5+11 6+48 31+3 32+3 33+3"),
+    (5, 8, 4, 64, "5+40"),  # for one request: they divide its heads
+]
 
-def test_an_adapter_stays_while_a_request_is_added():
-    """One thread removes it, while another waits for an iteration to queue its request"""
-    engine = start(TARGET, [])
-    request = Request(prompt(9), 5, "ffn")
-    calls = [partial(engine.add, request), partial(engine.remove_adapter, "ffn")]
-    threads = [Thread(target=call, daemon=True) for call in calls]
-    with engine.lock:  # an iteration runs
-        for thread in threads:
-            thread.start()
-            time.sleep(0.05)
-    for thread in threads:
-        thread.join()
-    engine.run()
-    check_tokens([request])
+@each("n_thread, H, Hk, D, requests", ATTENTION[:5] if INTERPRETED else ATTENTION)
+def test_operator_attention(n_thread, H, Hk, D, requests, dtype):
+    N, batch = batch_of(requests)
+    q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
+    q[0] *= 20  # nearly all probabilities are 0
+    kv = cache_of(torch.from_numpy(batch.page_tables), Hk, D, dtype)
+    torch.set_num_threads(n_thread)
+    batch = batch.to(kv, H)
+    actual = kernels.attention(q, kv, batch)
+    torch.set_num_threads(1)
+    near(actual[:N], kernels.attention_ref(q, kv, batch)[:N])
 
-def in_turn(frame):
-    """Whether a line is of a thread's turn: of sarathi.py, below a call that changes requests"""
-    names = []
-    if frame.f_code.co_filename == sarathi.__file__ and frame.f_code.co_name != "exclusively":
-        while frame:
-            names.append(frame.f_code.co_name)
-            frame = frame.f_back
-    return "reset" not in names and {"run_iteration", "add", "abort", "preempt"} & {*names}
+def segments_of(requests, n_in, columns, W, widen=1):
+    """requests: "rows module rank module rank ..., ...", few rows first; B has `widen` times the
+    rank of A. columns: of each module -> N and Segments"""
+    entries = []
+    lengths = []
+    N = 0
+    for text in requests.split(","):
+        rows, *adapter = map(int, text.split())
+        for j, rank in zip(adapter[::2], adapter[1::2]):
+            first_column = sum(columns[:j])
+            entries.append([N, rows, first_column, columns[j], rank, widen * rank, j])
+            lengths.append(rank * max(cdiv(n_in, W), widen * cdiv(columns[j], W)))
+        N += rows
+    max_rank = cdiv(max(entry[4] for entry in entries), 16) * 16
+    wide = all(n % 16 == 0 for n in columns)
+    max_rows = max(rows for _, rows, *_ in entries)
+    return N, Segments(*place(entries, lengths), max_rows, len(columns), max_rank, wide)
 
-def throw_at(n, call):
-    """Call a function. Its n-th line of a turn is interrupted, or none."""
-    n_left = n
+def gather(xa):
+    """As from another device with twice this one's x A"""
+    return torch.stack([xa, 2 * xa], -1).flatten(1)
 
-    def watch(frame, kind, _):
-        nonlocal n_left
-        n_left -= kind == "line"
-        if n_left == 0 and kind == "line":
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return watch
+@each("W, n_in, columns, n_device, requests", [
+    (64, 112, (64, 130, 20), 1, "1 0 1 1 8, 1, 5 0 16 2 18, 8 1 40 2 3"),
+    (48, 192, (64, 48), 1, "8 0 17 1 5, 9 1 3, 2, 63 1 33, 64 0 16, 65 0 64 1 1"),
+    (256, 144, (513,), 1, "1 0 20, 2 0 1, 7 0 30"),
+    (80, 96, (96, 160), 1, "1 0 70 1 2, 17 0 33 1 140"),
+    (64, 64, (65, 20), 2, "3 0 1 1 20, 1, 64 0 40 1 7"),
+])
+# with more threads than segments, these divide the rows of a segment
+@each("n_thread", [1] if INTERPRETED else [1, 5])
+def test_operator_lora(n_thread, W, n_in, columns, n_device, requests, dtype):
+    N, segments = segments_of(requests, n_in, columns, W, n_device)
+    kv = cache_of(segments.page_tables, 1, W, dtype)
+    x = torch.randn(N + 3, n_in).to(dtype) / 16
+    y = torch.randn(N + 3, sum(columns)).to(dtype)
+    segments.gather_xa = gather if n_device == 2 else None
+    kernels.cpp.called |= n_device == 2  # on a CPU the definition serves an exchange
+    expected = y.double()
+    kernels.lora_ref(expected, x.double(), kv.double(), segments)
+    for way in ("batched", "bmm")[:3 - n_device]:
+        if way == "bmm":  # no graph has it: there is no padding
+            own = segments.numbers
+            segments = replace(segments, numbers=own[own[:, Segments.N_ROW] > 0])
+        torch.set_num_threads(n_thread)
+        actual = kernels.lora(y.clone, x, kv, replace(segments, way=way))
+        torch.set_num_threads(1)
+        near(actual, expected, expected.abs().max())
 
-    def watch_engine(frame, *_):
-        return watch if in_turn(frame) else None
-    before = sys.gettrace()
-    sys.settrace(watch_engine)
-    try:
-        call()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
+def test_probabilities():
+    p = torch.tensor([0.1, 0.5, 0.3, 0.1])
+    two_best = torch.tensor([0, 0.5, 0.3, 0]) / 0.8
+    cases = {  # temperature, top_k, top_p -> the distribution
+        (0.0, 0, 1): torch.tensor([0.0, 1, 0, 0]),
+        (0.5, 0, 1): p**2 / sum(p**2),
+        (1.0, 2, 1): two_best,
+        (1.0, 0, 0.6): two_best,
+    }
+    settings = map(torch.tensor, zip(*cases))
+    actual = kernels.probabilities(p.log().expand(4, 4), *settings)
+    near(actual, torch.stack([*cases.values()]))
 
-def random_program(seed):
-    """Random calls of users on an engine, each interrupted at a random line: afterwards requests,
-    lists and pages agree; at last all outputs are right."""
-    rng = random.Random(seed)
-    names = [None, "q", "ffn"]
-    options = dict(draft=rng.choice([None, "ngram"]), alloc=rng.choice(["grow", "reserve"]),
-                   runner=rng.choice([None, SlowCopies]))
-    engine = start(TARGET, [], rng.choice([*SCHEDULERS][:5]), n_page=170, max_batch=3, chunk=16,
-                   **options)
-    requests = mixed(names, 5)
-    waiting = [*requests]
-    aborted = set()
+def test_kept_tokens_depend_on_their_row_alone():
+    """Of equal logits the first tokens are kept, as by a stable sort; also where the mass of top_p
+    is beyond the first 1,024 tokens"""
+    torch.manual_seed(0)
+    logits = 2 * torch.randn(4, 3000).bfloat16()
+    logits[3] /= 40
+    settings = torch.tensor([[1.0, 50, 1], [1, 7, 0.9], [0.5, 0, 0.8], [1, 0, 0.9]]).T
+    p = kernels.probabilities(logits, *settings)
+    for row, (own, (temperature, k, limit)) in enumerate(zip(p, settings.T.tolist())):
+        ordered, order = (logits[row].float() / temperature).sort(descending=True, stable=True)
+        share = ordered[:int(k) or 3000].softmax(-1)
+        n = 1 + int((share.cumsum(-1) < limit).sum()) if limit < 1 else len(share)
+        assert set(own.nonzero()[:, 0].tolist()) == set(order[:n].tolist())
+        near(own[order[:n]], share[:n] / share[:n].sum())
+        alone = kernels.probabilities(logits[row:row + 1], *settings[:, row:row + 1])
+        assert torch.equal(alone[0], own)
+    assert (p[3] > 0).sum() > 1024
 
-    def hand_on(event):
-        if rng.random() < 0.05:
-            raise KeyboardInterrupt
+def test_sample_takes_no_token_without_probability():
+    p = torch.tensor([0, 0.5, 0.3, 0])
+    u = torch.tensor([0.0, 0.62, 0.63, 0.9999999, 1.0])
+    tokens = kernels.sample(p.expand(5, 4), u)
+    assert tokens.tolist() == [1, 1, 2, 2, 2]
 
-    def abort():
-        request = rng.choice([*engine.requests.values()])
-        if rng.random() < 0.8:
-            aborted.add(request)
-            engine.abort(request.id)
-        else:
-            aborted.update(engine.requests.values())
-            engine.abort()
-        assert request.state == "aborted", seed
+@pytest.fixture(params=kernels.LAYOUTS)
+def layout(request, monkeypatch):
+    """Weights and products as another processor has them"""
+    monkeypatch.setenv("SARATHI_CPU", request.param)
+    monkeypatch.setattr(kernels, "FLAGS", kernels.FLAGS.replace("-O3", "-O1"))
+    kernels.library.cache_clear()
+    yield request.param
+    kernels.library.cache_clear()
 
-    def generate():
-        assert engine.generate([prompt(7)], 3)[0] == naive(tuple(prompt(7)), None, 3)
-    for _ in range(12):
-        calls = [partial(engine.run, hand_on), generate] + [engine.step_or_wait] * 3
-        if waiting:
-            calls += [partial(engine.add, waiting.pop())] * 3
-        if engine.requests:
-            calls.append(abort)
-        if engine.running:
-            calls.append(partial(engine.preempt, engine.running[-1]))
-        throw_at(rng.randint(0, rng.choice([0, 5, 50, 400, 3000])), rng.choice(calls))
-        lists = engine.pending + engine.waiting + engine.running
-        assert sorted(r.id for r in lists) == sorted(engine.requests), seed
-        check_pages(engine)
-        assert all(len(r.times) == len(r.output) for r in engine.requests.values()), seed
-    while engine.requests or engine.events:
-        throw_at(0, partial(engine.run, hand_on))
-    for request in {*requests} - aborted:
-        if request.id >= 0:  # it was added
-            expected = naive(tuple(request.prompt), request.adapter, request.max_new_tokens)
-            assert request.output == expected, seed
-    assert len(engine.memory.pool.free) + sum(a.n_page for a in engine.memory.loaded) == 170
+no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
 
-@each("seed", [20 * i for i in range(3)])
-def test_random_programs_with_exceptions(seed):
-    for n in range(seed, seed + 20):
-        random_program(n)
+def has_amx():
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and "amx_bf16" in cpuinfo.read_text()
 
-def fake_graphs(monkeypatch):
-    """From now on runners record CUDA graphs. A replay computes again what was recorded, with the
-    same weights, and the outputs of all other graphs become NaN, since they share memory."""
-    if IS_TORCH:
-        pytest.skip("no GPU has graphs of the definitions, which keep lists of segments")
-    calls = {}  # graph -> model, its weights, batch, cache, logits
-    recording = []
-    forward = GPT.forward
-    write = kernels.Batch.write
-    init = sarathi.ModelRunner.__init__
+@no_cpp
+def test_products_of_every_layout(layout, dtype, monkeypatch):
+    columns = {"neon": 8, "avx2": 16, "torch": 0}.get(layout, 32)
+    runs = {"torch": "torch"}.get(layout, f"C++ ({layout.upper()})")
+    if layout == "amx" and not (dtype == bfloat16 and has_amx()):
+        runs = "C++ (AVX512BF16)"
+    monkeypatch.setattr(kernels, "CPU_SETTINGS", ["SARATHI_CPU", "OMP_DYNAMIC"])
+    monkeypatch.setenv("OMP_DYNAMIC", "true")
+    line = kernels.describe(torch.ones(1, dtype=dtype))
+    threads = r"(1 thread|\d threads|1 thread, no OpenMP)"  # clang's OpenMP is not torch's
+    settings = f"SARATHI_CPU={layout}, OMP_DYNAMIC=true"
+    assert re.fullmatch(f"{re.escape(runs)}, {threads}, {settings}", line)
+    packed = kernels.pack(torch.ones(70, 770, dtype=dtype))
+    n_column = packed.panels.size(2) if isinstance(packed, kernels.Packed) else 0
+    assert n_column == columns
+    test_operator_linear(770, 70, 1, dtype)
+    test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
 
-    class Graph:
-        @torch.inference_mode()
-        def replay(self):
-            model, weights, batch, kv, logits = calls[self]
-            for _, _, other, _, others in calls.values():
-                others.fill_(math.nan)
-                other.hidden.fill_(math.nan)
-            with monkeypatch.context() as patch:
-                patch.setattr(model, "weights", weights)
-                logits.copy_(forward(model, batch, kv))
+@no_cpp
+def test_weights_of_every_layout(layout):
+    """Trainable, saved and read by random_model, served, and merged"""
+    config = replace(TINY, head_dim=64)
+    test_forward_equals_the_oracle(config, bfloat16, 0.3)
+    ours = random_model(config)
+    adapter = random_adapter({"self_attn.k_proj": 3, "mlp.down_proj": 2}, config)
+    tokens = prompt(20)
+    alone = greedy_loop(ours.logits, tokens, 8)
+    engine = Engine(ours, chunk=16)
+    engine.add_adapter("a", adapter)
+    adapted = engine.generate([tokens], 8, "a")[0]
+    assert greedy_loop(ours.merge(adapter).logits, tokens, 8) == adapted != alone
+    assert greedy_loop(ours.logits, tokens, 8) == alone
 
-    @contextmanager
-    def record(graph, pool):
-        assert not gc.isenabled()  # it could destroy another graph, which ends a recording
-        recording.append(graph)
-        yield
-        recording.clear()
+def test_a_layout_that_there_is_not(monkeypatch):
+    monkeypatch.setenv("SARATHI_CPU", "sse")
+    with pytest.raises(ValueError, match="SARATHI_CPU = 'sse': must be one of neon, avx2"):
+        GPT.from_preset(TINY)
 
-    def recorded_forward(model, *args):
-        logits = forward(model, *args)
-        if recording:
-            logits = logits.clone()
-            calls[recording[0]] = model, model.weights, *args, logits
-        return logits
+WAITING = """
+import time
+import torch
+import kernels
+x = torch.ones(64, 1024)
+kernels.activate(x, False)
+start = time.process_time()
+for _ in range(40):
+    kernels.activate(x, False)
+    time.sleep(0.01)
+print(time.process_time() - start)
+"""
+@pytest.mark.skipif(IS_TORCH, reason="the threads of OpenMP that C++ starts")
+def test_threads_that_wait_sleep_though_torch_was_imported_first():
+    """0.01 s of all CPUs. By OpenMP's default, in which a thread spins for ms, 0.4"""
+    env = {key: value for key, value in os.environ.items() if "OMP_" not in key}
+    run = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, env=env,
+                         cwd=Path(__file__).parent)
+    assert float(run.stdout) < 0.1, run.stderr
 
-    def init_with_graphs(runner, engine, model):
-        init(runner, engine, model)
-        runner.graphs = sarathi.make_graphs(runner)
+@pytest.mark.skipif(DEVICE == "cuda" or sys.platform != "linux", reason="host memory, by /proc")
+def test_a_page_takes_memory_once_it_is_written():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    before = resident()
+    engine = Engine(GPT.from_preset(TINY, float32), n_page=300000)
+    engine.generate([[1, 2, 3]], 4)
+    assert engine.runner.kv.nbytes > 3e8 and resident() - before < 1e8
 
-    def checked_write(batch, flat, sizes):
-        assert all(x.size <= size for x, size in zip(batch.arrays(), sizes, strict=True))
-        return write(batch, flat, sizes)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", record)
-    monkeypatch.setattr(GPT, "forward", recorded_forward)
-    monkeypatch.setattr(sarathi.ModelRunner, "__init__", init_with_graphs)
-    monkeypatch.setattr(sarathi, "check_gpu", lambda *_: None)
-    monkeypatch.setattr(sarathi, "runs_triton", lambda *_: True)
-    monkeypatch.setattr(kernels.Batch, "write", checked_write)
+@each("groups, files, memory, cpus", [
+    ("0::/a/b\n", {"a/memory.max": "4096\n", "a/b/memory.max": "max\n",
+                   "a/b/cpu.max": "150000 100000\n", "cpu.max": "max 100000"}, 4096, 150000),
+    ("4:memory:/a\n1:cpu,cpuacct:/docker/x\n0::/\n", {  # of a container, with its host's paths
+        "memory/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/a/memory.limit_in_bytes": "7",
+        "cpu,cpuacct/cpu.cfs_quota_us": "-1"}, 7, math.inf),
+])
+def test_limits_of_control_groups(groups, files, memory, cpus, monkeypatch, tmp_path):
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in (files | {"proc/self/cgroup": groups}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(kernels, "Path", lambda path: Path(f"{tmp_path}{path}"))
+    assert kernels.least_limit("memory.max", "memory.limit_in_bytes") == memory
+    assert kernels.least_limit("cpu.max", "cpu.cfs_quota_us") == cpus
 
 @pytest.fixture
-def unwritten_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+def compiler(monkeypatch, tmp_path):
+    """A function: a script of the shell is the compiler, the cache is empty"""
+    def use(script):
+        (tmp_path / "c++").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "c++").chmod(0o755)
+        monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+        kernels.library.cache_clear()
+        kernels.private_folder.cache_clear()
+    monkeypatch.delenv("SARATHI_CPU", raising=False)
+    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(kernels, "FLAGS", kernels.FLAGS.replace("-O3", "-O1"))
+    yield use
+    use("false")
 
-def test_a_full_cache_fits_a_graph(monkeypatch):
-    """The table lists all pages; those of adapters twice, beside decodes and beside prompts."""
-    fake_graphs(monkeypatch)
-    sizes = [(9, 9), (9, 9), (17, 2), (17, 2)]  # prompts and new tokens
-    requests = [Request(prompt(n), m, name) for name, (n, m) in zip(["q", "ffn"] * 2, sizes)]
-    n_page = sum(request.max_len for request in requests)
-    n_page += sum(ADAPTERS[name].n_page for name in ("q", "ffn"))
-    engine = start(TARGET, requests[:2], "sarathi_serve", max_batch=4, n_page=n_page)
-    engine.warm()
+WORKS = 'case "$*" in *%s*) exit 1;; esac; exec g++ "$@"'
+
+@no_cpp
+@each("script, mode, n_run", [  # a compiler, of the cache; calls of two processes
+    (WORKS % "none", 0o755, 3),  # it asks what this processor is, and compiles once
+    (WORKS % "none", 0o777, 4),  # not kept where others could write
+    (WORKS % "-fno-loop-unroll-and-jam", 0o755, 5),
+    (WORKS % "-fopenmp", 0o755, 7),
+    *((script, 0o755, None) for script in (
+        "exit 1", "printf '\\374\\n' >&2; exit 1", "exec sleep 9", "kill -9 $$")),
+])
+def test_every_compiler_and_cache(script, mode, n_run, compiler, monkeypatch, capsys):
+    """Operators equal their definitions, and at most one line says that they are slower."""
+    kernels.CACHE.mkdir()
+    kernels.CACHE.chmod(mode)
+    real = subprocess.run
+    run = Mock(side_effect=lambda *args, **options: real(
+        *args, **options | dict(timeout=60 if n_run else 0.2)))
+    monkeypatch.setattr(subprocess, "run", run)
+    for _ in range(2):
+        compiler(script)
+        assert bool(kernels.library(float32, 64)) == bool(n_run)
+    assert run.call_count == n_run or not n_run
+    assert n_run or kernels.library(float32, 80) is None  # and no compiler is asked again
+    x = torch.ones(2, 64)
+    assert torch.equal(kernels.add_norm(x, x, x[0], None, 1e-5)[0], x + x)
+    line = kernels.describe(torch.ones(1))
+    assert line.startswith("C++") == bool(n_run) and ("no OpenMP" in line) == (n_run == 7)
+    slow = "are not kept: only you" if n_run else "C++ operators not compiled"
+    assert len([*kernels.CACHE.iterdir()]) == (mode == 0o755 and bool(n_run))
+    lines = capsys.readouterr().err.splitlines()
+    assert [slow in line for line in lines] == [True] * 2 * (n_run in (4, None))
+
+@no_cpp
+def test_a_compiler_that_fails_for_one_head_dim(compiler, dtype, capsys):
+    """As when it takes too long: there attention runs in torch, all else in C++"""
+    compiler(WORKS % "-DD=80")
+    test_operator_attention(1, 4, 4, 80, "1+14 9+3", dtype)
+    assert not kernels.cpp.called
+    test_operator_activate(2, 3, True, dtype)
+    assert "C++ operators not compiled" in capsys.readouterr().err
+
+@no_cpp
+@each("name", ["g++", "clang++"])
+def test_tiles_of_amx(name, compiler, dtype):
+    """They are compiled for any processor. Vectors run where Linux refuses the tiles."""
+    script = f'exec {name} "$@" -mamx-tile -mamx-bf16'
+    compiler(script)
+    flags = f"{kernels.FLAGS} -DT=bf16 -DD=64 -S -o - -x c++ -".split()
+    run = partial(subprocess.run, ["sh", "-c", script, "c++", *flags], capture_output=True)
+    if run(input=b"").returncode:
+        pytest.skip(f"{name} does not know AMX")
+    assembly = run(input=(kernels.HEADER + kernels.SOURCE).encode(), check=True).stdout
+    for instruction in b"ldtilecfg", b"tileloadd", b"tdpbf16ps", b"tilestored", b"tilerelease":
+        assert instruction in assembly
+    runs = "AMX" if dtype == bfloat16 and has_amx() else "AVX512BF16"
+    assert kernels.describe(torch.ones(1, dtype=dtype)).startswith(f"C++ ({runs})")
+    test_operator_attention(1, 6, 2, 64, "1+254 5+11 31+3 33+3", dtype)
+    test_operator_linear(96, 70, 1, dtype)
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter(request, tmp_path_factory):
+    """The tests of operators in a process beside the others, and the file of its output. triton
+    reads TRITON_INTERPRET when it is imported."""
+    wanted = {item.name for item in request.session.items}
+    if test_triton_in_its_interpreter.__name__ not in wanted:
+        yield
+        return
+    path = tmp_path_factory.mktemp("interpreter") / "output"
+    command = [sys.executable, "-m", "pytest", "-qx", "-k", "operator and not linear", __file__]
+    with open(path, "w") as file, subprocess.Popen(
+            command, env=os.environ | {"TRITON_INTERPRET": "1"}, stdout=file, stderr=file) as run:
+        yield run, path
+        run.kill()
+
+@each("arch, memory, family, number, H, Hk, D, spec, rank", [
+    # memory: bytes that a program may share; number: dtype; spec: drafts
+    (80, 166912, "gpt2", float32, 16, 4, 128, 7, 260),
+    (86, 101376, "llama", bfloat16, 32, 8, 256, 7, 64),
+    (89, 101376, "llama", bfloat16, 8, 8, 64, 2, 128),
+    (90, 232448, "qwen3", bfloat16, 64, 8, 128, "off", 256),
+    (120, 101376, "gpt2", float16, 32, 4, 96, 2, 16),
+])
+def test_triton_compiles(arch, memory, family, number, H, Hk, D, spec, rank, monkeypatch,
+                         tmp_path):
+    """All that an engine launches on a GPU: no registers are spilled, shared memory suffices, and
+    16-bit numbers are not loaded or stored one by one."""
+    compile_only, made = compiles_for(arch, memory, monkeypatch)
+    # the products of weights are torch's own
+    monkeypatch.setattr(model_py, "linear", lambda x, w, _=None: x.new_empty(len(x), len(w)))
+    engine = launching_engine(compile_only, monkeypatch, H, Hk, D, family, number, spec, rank)
+    for _ in range(3):
+        engine.step()
+    names = Counter(compiled.metadata.name for compiled in made.values())
+    # of float32, chunks have no larger tiles
+    assert len(names) == 7 and names["_attention_kernel"] == (1 if number == float32 else 2)
+    for compiled in made.values():
+        name = compiled.metadata.name
+        # Triton 3.6 keeps three registers in one kernel, outside its loop
+        assert n_spilled(compiled, tmp_path) <= 16, name
+        assert compiled.metadata.shared <= memory, name
+        assert not re.search(r"(ld|st)\.global[.\w]*\.[bu]16\b", compiled.asm["ptx"]), name
+
+def compiles_for(arch, memory, monkeypatch):
+    """For a GPU that is not here. Returns a launch(kernel, grid), and {hash: what it compiled}"""
+    triton = pytest.importorskip("triton")
+    driver = Mock(get_current_device=lambda: arch)
+    driver.get_current_target.return_value = triton.backends.compiler.GPUTarget("cuda", arch, 32)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(kernels, "cores_of", lambda device: (132, memory + 1024))  # of a core
+    made = {}
+
+    def compile_only(kernel, grid):
+        def launch(*args, **options):
+            compiled = kernel.warmup(*args, grid=grid, **options)
+            made[compiled.hash] = compiled
+        return launch
+    return compile_only, made
+
+def n_spilled(compiled, folder):
+    """Bytes of registers that have no room"""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    command = [sys.modules["triton"].knobs.nvidia.cuobjdump.path, "-res-usage", cubin]
+    return int(re.search(r"STACK:(\d+)", subprocess.check_output(command, text=True))[1])
+
+@each("arch, memory, number, D, G", [
+    *((80, 166912, bfloat16, D, G) for D, G in product((64, 128, 256), (16, 32))),
+    (86, 101376, float32, 128, 1),
+    (80, 166912, float32, 256, 1),
+    (86, 101376, float16, 128, 16),
+])
+def test_attention_spills_no_registers(arch, memory, number, D, G, monkeypatch, tmp_path):
+    """Each choice of block sizes, with G heads of a kv head. A core of 100 KB has room for two
+    programs of large tiles."""
+    launch, made = compiles_for(arch, memory, monkeypatch)
+    monkeypatch.setattr(sys.modules["triton"].JITFunction, "__getitem__", launch)
+    q = torch.zeros(1, G, D, dtype=number)
+    tiles = torch.zeros(1, 8, dtype=torch.int32)
+    large = tiles[:int(number != float32)]  # of float32 there are none
+    batch = Mock(small_tiles=tiles, large_tiles=large, n_part=0, page_tables=tiles[0])
+    kernels.attention_triton(q, torch.zeros(2, 9, 1, D, dtype=number), batch, q)
+    assert len(made) == 1 + len(large)
+    for compiled in made.values():
+        assert n_spilled(compiled, tmp_path) == 0
+        assert compiled.metadata.shared + 1024 <= (memory + 1024) / (1 + (number == float16))
+
+def nothing_is_computed(monkeypatch):
+    """Logits may be NaN from now on."""
+    monkeypatch.setattr(torch.Tensor, "isfinite", lambda x: torch.ones_like(x, dtype=torch.bool))
+
+def launching_engine(launch, monkeypatch, H, Hk, D, family="llama", number=float32, spec="off",
+                     rank=16, n_layer=1):
+    """An engine with two prompts, of 600 tokens with an adapter and of 200, on a GPU that is not
+    here: launch(kernel, grid) stands for its Triton kernels."""
+    triton = pytest.importorskip("triton")
+    nothing_is_computed(monkeypatch)
+    monkeypatch.setattr(kernels, "backend", lambda *_: "triton")
+    monkeypatch.setattr(model_py, "pack", lambda weight: weight)
+    monkeypatch.setattr(triton.JITFunction, "__getitem__", launch)
+    config = GPTConfig(n_layer, H, 512, None, Hk, D, 61, 1024, family)
+    model = GPT.from_preset(config, number)
+    requests = [Request([1] * n, 20, name) for n, name in ((600, "adapter"), (200, None))]
+    adapters = {"adapter": Adapter.random(config, rank, dtype=number)}
+    draft = None if spec == "off" else sarathi.Zeros()
+    return start(model, requests, "sarathi_serve", adapters, chunk=600, draft=draft, spec=spec)
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that run on a device: not views, and not those that reserve memory; and
+    the bytes of tensors."""
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+        self.n_bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), options=None):
+        name = operator.overloadpacket.__name__
+        if not operator.is_view and not re.match("(new_)?empty|_unsafe_view|detach", name):
+            self.counts[name] += 1
+        out = operator(*args, **options or {})
+        is_new = isinstance(out, torch.Tensor) and not operator.is_view
+        if is_new and name != "_unsafe_view":
+            storage = out.untyped_storage()
+            self.take(storage.nbytes())
+            weakref.finalize(storage, self.take, -storage.nbytes())
+        return out
+
+    def around(self, forward):
+        def counted_forward(*args):
+            with self:
+                return forward(*args)
+        return counted_forward
+
+    def take(self, n_bytes):
+        self.n_bytes += n_bytes
+        self.peak = max(self.peak, self.n_bytes)
+
+@each("family, H, Hk", [("qwen3", 16, 2), ("gpt2", 8, 8)])
+def test_an_iteration_takes_the_memory_that_is_kept_for_it(family, H, Hk, monkeypatch):
+    nothing = lambda kernel, grid: lambda *_, **__: None
+    engine = launching_engine(nothing, monkeypatch, H, Hk, 64, family)
+    launches = Launches()
+    engine.model.forward = launches.around(engine.model.forward)
     engine.step()
-    for request in requests[2:]:
-        engine.add(request)
-    engine.step()
-    assert not engine.memory.pool.free
-    engine.run()
-    check_tokens(requests)
+    assert 0.6 < launches.peak / engine.model.iteration_bytes(600, 2) <= 1
 
-def test_what_has_no_room_in_a_graph_runs_without_one(monkeypatch):
-    """Page tables of requests that share a prefix; more than seven drafts"""
-    fake_graphs(monkeypatch)
-    engine = Engine(TARGET, n_page=45, max_batch=8)
-    requests = [Request([1] * 40, n_past=39) for _ in range(8)]
-    engine.memory.pool.tables = dict.fromkeys(requests, array("i", range(40)))
-    tokens = engine.runner.run(sarathi.feeds_of([(request, 1) for request in requests]))
-    engine.runner.graphs = None
-    first, = engine.runner.run(sarathi.feeds_of([(requests[0], 1)])).values()
-    assert [*tokens.values()] == [first] * 8
-    requests = [Request(prompt(9), 30)]
-    engine = serve(TARGET, requests, max_batch=1, draft=sarathi.Zeros(), spec=20)
-    check_tokens(requests)
-    assert max(map(max, rows_of(engine, 3))) == 21
+def test_an_adapter_is_copied_layer_by_layer(monkeypatch):
+    """A GPU has no room for a second copy of all."""
+    adapter = ADAPTERS["all"]
+    kv = TARGET.new_cache(1 + adapter.n_page)
+    sizes = []
+    to = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **options: sizes.append(
+        len(x.flatten())) or to(x, *args, **options))
+    adapter.write(kv, range(1, 1 + adapter.n_page))
+    assert torch.equal(kv[:, :, 1:].flatten(3).cpu(), adapter.planes) and kv.any()
+    assert max(sizes) == len(adapter.planes[0].flatten())
 
-@each("lora", ["bmm", "merge"])
-def test_the_baselines_of_adapters_have_no_graphs(lora, monkeypatch):
-    """Their operators read segments on the host; merged weights change."""
-    fake_graphs(monkeypatch)
-    requests = mixed((None, "q", "ffn"))
-    engine = start(TARGET, requests, lora=lora)
-    engine.warm()
-    engine.run()
-    check_tokens(requests)
-    assert engine.runner.graphs is None
+@each("family", ["qwen3", "gpt2"])
+def test_a_layer_of_decodes_launches_ten_kernels(family, monkeypatch):
+    """And nothing in an iteration waits for the GPU, or brings a tensor of the CPU; at its end the
+    tokens do."""
+    counts = {}
+    tolist = torch.Tensor.tolist
+    for n_layer in (1, 2):
+        launches = Launches()
+        count = lambda kernel, grid: lambda *_, **__: launches.counts.update([kernel.__name__])
+        with monkeypatch.context() as patch:
+            engine = launching_engine(count, patch, 4, 2, 64, family, n_layer=n_layer)
+            engine.generate([[1]] * 3, 2)
+            engine.run()
+            engine.add(Request([1] * 300, 3))
+            engine.step()
+            engine.model.forward = launches.around(engine.model.forward)
+            launches.counts.clear()
+            waits = Mock(side_effect=lambda tensor: [0] * len(tensor))
+            patch.setattr(torch.Tensor, "tolist", lambda tensor: tolist(tensor)
+                          if tensor.dtype == torch.int32 else waits(tensor))  # spans: on the host
+            engine.step()
+        counts[n_layer] = launches.counts
+        assert waits.call_count == 1
+    assert set(counts[2]) <= {*"embedding mul cos sin add linear index".split(), *KERNELS}
+    assert (counts[2] - counts[1]).total() == 10  # with the combination of splits
+
+@each("family, number", [("qwen3", float16), ("gpt2", float32)])
+def test_without_triton_a_gpu_is_read_once_a_batch(family, number, monkeypatch):
+    """On a device without memory: any other reading raises, and so does a tensor of another
+    device. Spans and segments are read as lists, once and not in each of the two layers."""
+    config = replace(GPT2 if family == "gpt2" else TINY, family=family)
+    world = World("cpu")
+    world.device = torch.device("meta")
+    take = lambda name, shape: torch.empty(shape, device="meta")
+    model = GPT(config, take, number, world)
+    table = torch.zeros(900, dtype=torch.int32, device="meta")
+    adapters = {op: Segments(table[:8].view(1, 8), table, 1, 1, len(operator.columns), 16)
+                for op, operator in config.operators.items()}
+    batch = Batch(table[:13], table[:13], table[:13], table[:8].view(2, 4), table, table[:2], 1,
+                  adapters)
+    lists = {4: [[0, 1, 5, 0], [1, 12, 0, 6]], 8: [[0, 1, 0, 16, 3, 3, 0, 0]]}
+    read = Mock(side_effect=lambda tensor: lists[tensor.size(1)])
+    monkeypatch.setattr(kernels, "backend", lambda *_: "torch")
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: read(tensor))
+    logits = model.forward(batch, model.new_cache(50))
+    assert logits.shape == (2, 61) and logits.dtype == number and logits.is_meta
+    assert read.call_count == 1 + len(adapters) and config.n_layer == 2
+
+KERNELS = [f"_{name}_kernel" for name in "add_norm activate rotate_write attention combine".split()]
 
 @each("H, Hk, D", [(40, 40, 128), (32, 8, 128), (71, 1, 64), (8, 4, 256), (4, 4, 16)])
 def test_the_work_of_attention_fits_its_graph(H, Hk, D):
@@ -2668,95 +3101,9 @@ def test_parts_of_split_contexts_fit_the_memory_of_an_iteration():
         kept = GPT.iteration_bytes(Mock(config=c, dtype=bfloat16), n + 8, 8)
         assert 4 * n_part * c.n_head * c.head_dim < kept
 
-def test_graphs_for_a_larger_rank_or_batch(monkeypatch):
-    """A larger rank replaces those with adapters, which would be kept in vain. Launches do not grow
-    with max_batch."""
-    fake_graphs(monkeypatch)
-    engine = Engine(TARGET, max_batch=2, n_page=900)
-    n_graphs = set()
-    for rank in (8, 20, 9):
-        engine.add_adapter(str(rank), random_adapter({"self_attn.q_proj": rank}))
-        engine.warm()
-        n_graphs.add(len(engine.runner.graphs.graphs))
-        engine.generate([prompt(9)], 3, str(rank))
-        n_graphs.add(len(engine.runner.graphs.graphs))
-    assert len(n_graphs) == 1
-    for max_batch in (1, 16, 256):
-        engine = Engine(TARGET, max_batch=max_batch, n_page=900)
-        assert engine.runner.graphs.sizes(201, 2) == (256, 32)
-
-def test_prompts_of_users_fit_a_small_gpu(monkeypatch):
-    """A batch of them takes half of the memory: experiments may hold two caches."""
-    place = tiny_place()
-    monkeypatch.setattr(place.args, "model", "tiny")  # no larger one instead
-    monkeypatch.setattr(GPT, "free_memory", lambda *_: 9e5)
-    monkeypatch.setattr(bench, "LONG", 9.0)
-    real, P = bench.long_prompts(place)
-    page = real.model.config.page_bytes(real.model.dtype.itemsize)
-    assert real.B * (P + 8) * page <= 9e5 / 2 < 1.1 * real.B * (P + 8) * page
-
-@each("spec", ["off", 3])
-def test_sampling_is_loaded_by_warm(spec, monkeypatch):
-    """A GPU loads an operator when it is first run."""
-    engine = Engine(TARGET, max_batch=2, draft=None if spec == "off" else "ngram", spec=spec)
-    launches = Launches()
-    monkeypatch.setattr(sarathi, "verify_sampled", launches.around(sarathi.verify_sampled))
-    sarathi.CudaGraphs.warm_sampling(engine.runner)
-    warm = {*launches.counts}
-    for fields in ({}, dict(top_p=0.7), dict(top_k=3)):
-        engine.generate([prompt(30)] * 3, 6, temperature=2.0, **fields)
-    assert {*launches.counts} == warm
-
-def test_a_profile_replays_graphs(monkeypatch):
-    """On a GPU: of all its iterations, those with drafts included. Those without adapters do not
-    pay for them."""
-    fake_graphs(monkeypatch)
-    monkeypatch.setattr(kernels.Batch, "to", Mock(side_effect=AssertionError))  # without a graph
-    assert sarathi.Profile(random_model(), n=24, budget=9.0).time(100, 200) > 0
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="there, all tests of the engine replay real graphs")
-def test_random_engines_replay_graphs(unwritten_memory_is_nan, monkeypatch):
-    """Schedulers, chunks, pools, adapters and drafts: all graphs are recorded by warm(), no more
-    than 24, and only iterations of more than a chunk run without one. Tiles have 16 rows here."""
-    fake_graphs(monkeypatch)
-    monkeypatch.setattr(sarathi, "TILE", 16)
-    monkeypatch.setattr(sarathi, "LORA_ROWS", (8, 16))
-    monkeypatch.setattr(sarathi.CudaGraphs, "MANY", 4)
-    rng = random.Random(2)
-    eager = []  # tokens of iterations without a graph
-    to = kernels.Batch.to
-    monkeypatch.setattr(kernels.Batch, "to", lambda batch, *args: eager.append(
-        len(batch.tokens)) or to(batch, *args))
-    n_eager = {}
-    n_accepted = Counter()
-    sources = {"off": None, 7: "ngram", "confidence": draft_model(0.3)}
-    for scheduler, spec in product(("sarathi_serve", "prefill_first", "orca"), sources):
-        adapters = {name: adapter for name, adapter in ADAPTERS.items() if rng.random() < 0.7}
-        requests = [Request(prompt(rng.choice([1, 8, 9, 30, 90])), rng.choice([1, 2, 20]),
-                            rng.choice([None, *adapters])) for _ in range(6)]
-        n_page = max([0, *(adapter.n_page for adapter in adapters.values())])
-        n_page += rng.choice([115, 600])
-        engine = start(TARGET, requests, scheduler, adapters, chunk=rng.choice([9, 16, 64]),
-                       max_batch=rng.choice([1, 3, 8]), alloc=rng.choice(["grow", "reserve"]),
-                       n_page=n_page, draft=sources[spec], spec=spec, cost=COST)
-        engine.warm()
-        assert gc.isenabled()
-        graphs = {*engine.runner.graphs.graphs}
-        # the largest first: smaller ones find room in its memory
-        assert [*engine.runner.graphs.graphs] == sorted(graphs, reverse=True)
-        eager.clear()
-        engine.run()
-        assert {*engine.runner.graphs.graphs} == graphs and len(graphs) <= 24
-        assert all(n > engine.chunk for n in eager)
-        n_eager[scheduler, spec] = len(eager)
-        n_accepted[spec] += engine.speculator.n_accepted if engine.speculator else 0
-        check_tokens(requests)
-    assert n_eager["prefill_first", "off"] > 0 == n_eager["sarathi_serve", "off"]
-    assert min(n_accepted[spec] for spec in sources if spec != "off") > 0
-
 @each("scheduler, spec", [("sarathi_serve", "off"), ("prefill_first", 3)])
 def test_nothing_is_compiled_while_requests_are_served(scheduler, spec, monkeypatch):
-    """What Triton would compile for llama-13b's heads: a kernel again for arguments of another
+    """As Triton would compile for llama-13b's heads: a kernel again for arguments of another
     kind. Prompts of more than a chunk run without a graph."""
     triton = pytest.importorskip("triton")
     driver = Mock(get_current_device=lambda: 90)
@@ -2822,613 +3169,8 @@ def test_streams_are_joined_after_an_exception(monkeypatch):
     side.wait_stream.assert_called_once_with(main)
     main.wait_stream.assert_called_once_with(side)
 
-def test_out_of_memory_is_one_line(capsys):
-    def main():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a "
-                                     "total capacity of 23.64 GiB of which 3.42 GiB is free.")
-    with pytest.raises(SystemExit, match="2"):
-        run_command_line(main)
-    line, = capsys.readouterr().err.splitlines()
-    assert all(word in line for word in ("20.00 GiB", "3.42 GiB"))
-
-@pytest.mark.skipif(not INTERPRETED, reason="the test above has more")
-def test_graphs_change_no_operator(unwritten_memory_is_nan, monkeypatch):
-    fake_graphs(monkeypatch)
-    monkeypatch.setattr(kernels, "cores_of", lambda device: (8, 0))
-    requests = [Request(prompt(3), 4), Request(prompt(14), 4, "q")]
-    serve(TARGET, requests, chunk=16, max_batch=2, draft=sarathi.Zeros(), spec=2)
-    check_tokens(requests)
-
 # -----------------------------------------------------------------------------
-# speculation
-
-A6000 = CostModel.roofline(preset("llama-13b"), "a6000")
-A100 = CostModel.roofline(preset("llama-7b"), "a100")
-SMALL = CostModel.roofline(preset("llama-160m"), "a100")
-VLLM = bench.Hardware("llama-7b", "a100", system="vllm").cost()  # drafts cost the host time
-
-def forget_residual(p, q, drafts, n_drafts, u):
-    """A broken rule: behind a rejected draft the token is sampled from p, not max(p - q, 0)."""
-    n_accepted, _ = kernels.verify(p, q, drafts, n_drafts, u)
-    first_row = (n_drafts + 1).cumsum(0) - n_drafts - 1
-    return n_accepted, kernels.sample(p[first_row + n_accepted], u[len(drafts):])
-
-@each("source, rule", [("ngram", "right"), (7, "right"), (10, "right"), (7, "broken")])
-def test_sampled_speculation_is_lossless(source, rule, monkeypatch):
-    """Chi-square of the first three tokens of 2,000 equal requests; two tokens have no chance. A
-    number: a draft model with so many tokens, of which the target has eight."""
-    if rule == "broken":
-        monkeypatch.setattr(sarathi, "verify", forget_residual)
-    config = replace(TINY, n_layer=1, n_embd=32, n_inner=48, vocab_size=8, block_size=16)
-    model = random_model(config)
-    draft = source
-    if source != "ngram":
-        draft = random_model(replace(config, vocab_size=source), noise=1.0)
-    engine = Engine(model, "orca", max_batch=350, n_page=350 * 16, spec=2, seed=3, draft=draft)
-    tokens = [1, 2, 3, 1, 2, 4, 1, 2]
-    outputs = torch.tensor(engine.generate([tokens] * 2000, 4, temperature=3.0, top_k=6))
-    cells = torch.zeros(8, 8, 8)
-    for a, b in product(range(8), repeat=2):
-        logits = model.logits([*tokens, a, b])[-3:] / 3
-        worst = logits.topk(6).values[:, -1:]
-        p = logits.masked_fill(logits < worst, -torch.inf).softmax(-1)
-        cells[a, b] = p[0, a] * p[1, b] * p[2]
-    places = outputs[:, :3] @ torch.tensor([64, 8, 1])
-    counts = torch.bincount(places, minlength=512)
-    expected = 2000 * cells.flatten()
-    assert not counts[expected == 0].any()
-    enough = expected >= 5
-    statistic = ((counts - expected) ** 2 / expected)[enough].sum()
-    chance = torch.special.gammaincc(enough.sum() / 2, statistic / 2)
-    assert (chance > 1e-7) == (rule == "right")  # a right rule fails once in ten million runs
-    assert engine.speculator.n_accepted > 200
-
-@each("scheduler", SCHEDULERS)
-def test_sampled_tokens_depend_on_their_seed_alone(scheduler):
-    """Also behind preemptions: the oracle's logits, and a uniform number for each position"""
-    requests = mixed((None, "q", "ffn"), 6, temperature=2.0)
-    for i, request in enumerate(requests):
-        request.seed = 2**63 // (i + 1)
-        request.top_k = 9 * (i % 2)
-        request.top_p = 0.9 if i % 3 == 0 else 1.0
-    engine = serve(TARGET, requests, scheduler, chunk=16, max_batch=4, n_page=75, alloc="grow",
-                   cost=COST)
-    check_tokens(requests)
-    assert n_preempted(engine)
-
-def test_seeds():
-    """The default is of the engine's seed and the request's id. Other seeds, other tokens."""
-    def outputs(of_engine, seed=None):
-        return Engine(TARGET, seed=of_engine).generate([prompt(9)] * 2, 20, temperature=9.0,
-                                                       seed=seed)
-    one, two = outputs(5)
-    assert one != two and [one, two] == outputs(5) and one not in outputs(6)
-    for seed in (0, 2**40, 2**64 - 1):
-        one, two = outputs(5, seed)
-        assert one == two == outputs(6, seed)[0]
-        assert one not in outputs(5, seed ^ 1) + outputs(5, seed ^ 2**41)
-
-def test_the_draft_models_context_may_be_shorter():
-    for block_size in (32, 8):
-        requests = mixed([None], 8, temperature=0.0)
-        sampled = Request(prompt(11), 20, temperature=1.0)
-        draft = random_model(replace(TINY, block_size=block_size))
-        draft.forward = Mock(side_effect=draft.forward)
-        engine = serve(TARGET, [sampled, *requests], draft=draft, chunk=20, max_batch=3, n_page=150,
-                       alloc="grow")
-        check_tokens(requests)
-        assert engine.speculator.n_drafted > (0 if block_size == 8 else 40)
-        fed = [call.args[0].positions.max() for call in draft.forward.call_args_list]
-        assert max(fed) < block_size
-
-def test_a_draft_models_cache_follows_the_targets():
-    """With a forced acceptance rate the output shows wrong drafts. Those of the same model are
-    right, behind rejections, preemptions and chunks."""
-    requests = [Request(prompt(20 + i, i), 25) for i in range(6)]
-    engine = start(TARGET, requests, "sarathi_serve", chunk=24, max_batch=4, n_page=90,
-                   alloc="grow", draft=random_model(), spec=3, alpha=0.7)
-    engine.run()
-    check_tokens(requests)
-    assert n_preempted(engine)
-    assert 20 < engine.speculator.n_accepted < engine.speculator.n_drafted
-
-@each("tree, alpha", [(None, 0.8), ((3, 2, 2), 0.3)])
-def test_forced_acceptance_is_like_coins(tree, alpha):
-    """Other ones for every request; and the acceptance rates are estimated from them. A level of
-    two candidates of a tree fails with (1 - alpha)^2."""
-    requests = [Request([0] * 5, 121) for _ in range(64)]
-    options = dict(spec=3) if tree is None else dict(spec=bench.Trees(tree))
-    engine = serve(COST, requests, max_batch=34, alpha=alpha, draft="ngram", **options)
-    is_tree = tree is not None
-    tree = tree or (1, 1, 1)
-    chances = [1 - (1 - alpha) ** n for n in tree]
-    n_new = [len(event.tokens) for event in engine.seen if event.request in requests]
-    assert np.mean(n_new) == approx(1 + sum(accumulate(chances, mul)), rel=0.05)
-    assert len({tuple(request.times) for request in requests}) > 60
-    assert engine.speculator.acceptance == approx(alpha, abs=0.1 if is_tree else 0.05)
-    if not is_tree:
-        rates = [request.acceptance for request in requests]
-        assert np.mean(rates) == approx(alpha, abs=0.05)
-
-@each("draft, spec, B", [("ngram", "goodput", 16), (SMALL, "goodput_request", 4)])
-def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
-    """Finding out that they are wrong takes less than 1 % of the time; a draft model is spared the
-    prompts, but for 16 of 128 [SmartSpec §5]. That they become right is noticed: later requests get
-    as many as in an engine that saw no wrong one [SmartSpec §4.4]."""
-    def serve_jobs(engine, n, rate):
-        rng = random.Random(0)
-        for _ in range(n):
-            prompt = [0] * rng.randint(20, 90)
-            engine.add(Request(prompt, rng.randint(30, 90)))
-        engine.alpha = rate
-        return engine.run()
-
-    def engine_of(spec):
-        return Engine(VLLM, max_batch=B, n_page=B * 200, draft=draft, spec=spec, alpha=0.02)
-    without, fresh, engine = map(engine_of, ("off", spec, spec))
-    engine.speculator.acceptance = 0.02  # it is no news that they are wrong
-    if draft is SMALL:
-        engine.speculator.proposer.idle_share = 1.0
-    run = serve_jobs(engine, 12 * B, 0.02)
-    assert run.seconds < 1.01 * serve_jobs(without, 12 * B, 0.02).seconds
-    spared = [request.id for request in run.requests if not request.notes.get("n_past")]
-    assert draft == "ngram" or sorted(spared) == [*range(16, 48)]
-    serve_jobs(engine, 120, 0.9)
-    before = engine.speculator.n_drafted
-    for one in (engine, fresh):
-        serve_jobs(one, 60, 0.9)
-    assert engine.speculator.n_drafted - before > 0.8 * fresh.speculator.n_drafted > 500
-
-@each("text, k, expected", [
-    ("abcd", 3, ""),
-    ("abxabyab", 3, "yab"),  # the last time
-    ("1abx2aby1ab", 1, "x"),  # three tokens are better than two
-    ("abcab", 8, "cabcabca"),  # what followed, again and again
-    ("aaaa", 3, "aaa"),
-])
-def test_prompt_lookup(text, k, expected):
-    drafts = sarathi.Ngram().draft(Request([*map(ord, text)]), k)
-    assert "".join(map(chr, drafts)) == expected
-
-@each("policy, alpha, per_draft, per_step, expected", [
-    ("goodput", 0.7, 0.0, 0.0, [7, 2]),
-    ("goodput", 0.5, 0.2, 0.0, [1, 1]),
-    ("goodput", 0.7, 0.0, 1.0, [0, 0]),
-    ("goodput_request", 0.2, 0.08, 0.0, [2, 1]),  # rates of their own: 0.5 and none
-    ("trees", 0.5, 0.015, 0.0, [15, 9]),  # (3, 2, 1) and (3, 2)
-    ("trees", 0.6, 9.0, 0.0, [3, 2]),  # Medusa's heads always propose
-    ("oracle", 0.1, 0.05, 0.0, [7, 2]),
-])
-def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, per_step, expected,
-                                               monkeypatch):
-    """[SmartSpec Eq. 8 to 10]; the second request can use two levels of drafts at most"""
-    # the oracle sees that all drafts will be accepted
-    monkeypatch.setattr(sarathi, "forced_acceptance", lambda request, chances: len(chances))
-    asked = []
-
-    def price(drafts):
-        asked.append(drafts)
-        return 1 + per_draft * sum(drafts) + per_step * len(drafts)
-    is_tree = policy == "trees"
-    trees = bench.Trees(*product((1, 2, 3), repeat=3))
-    policy = trees if is_tree else sarathi.Oracle(0.5) if policy == "oracle" else sarathi.POLICIES[
-        policy]()
-    requests = [Request([1], 8, acceptance=0.5), Request([1], 3)]
-    assert policy.n_drafts(requests, [7, 2], alpha, price) == expected
-    assert is_tree or [] in asked and [2, 2, 1, 1, 1] in asked  # who still drafts [SmartSpec Eq. 5]
-
-def test_global_goodput_decides_by_all_iterations():
-    policy = sarathi.GoodputGlobal()
-    for seconds_per_draft, k in ((0, 7), (0, 7), (1, 2)):
-        price = lambda drafts: 1 + seconds_per_draft * sum(drafts)
-        assert policy.n_drafts([None], [7], 0.7, price) == [k]
-
-def test_confidence_stops_behind_unsure_drafts():
-    n_drafted = {}
-    for spec in ("goodput", "confidence"):
-        requests = mixed()
-        engine = start(TARGET, requests, cost=A100, draft=draft_model(0.3), spec=spec)
-        engine.run()
-        check_tokens(requests)
-        n_drafted[spec] = engine.speculator.n_drafted
-    assert 0 < n_drafted["confidence"] < 0.9 * n_drafted["goodput"]
-
-# -----------------------------------------------------------------------------
-# the simulator
-
-@each("scheduler", SCHEDULERS)
-@each("options", [
-    dict(alloc="grow", n_page=75, spec="goodput", alpha=0.6, draft="zeros"),
-    dict(alloc="reserve", spec=3, alpha=0.8, draft="model"),
-], ids=str)
-def test_the_simulator_plans_as_the_engine(scheduler, options):
-    records = []
-    for model, small in ((TARGET, draft_model(0.3)), (COST, CostModel.roofline(TINY, "h200"))):
-        draft = {"zeros": sarathi.Zeros(), "model": small}.get(options.get("draft"))
-        requests = mixed([None, *ADAPTERS], 8, arrival=0.0)
-        engine = serve(model, requests, scheduler, chunk=20, max_batch=4, cost=COST,
-                       **dict(options, draft=draft))
-        records.append([rows_of(engine, place) for place in range(4)])
-        check_pages(engine)
-    assert records[0] == records[1]
-    assert options["alloc"] == "reserve" or n_preempted(engine)
-
-@each("chunk, n, expected", [(256, 17, 239), (200, 200, 56), (128, 128, 128), (16, 20, 12)])
-def test_prompt_tokens_beside_n_decodes(chunk, n, expected):
-    """They fill the chunk; only if the decodes alone do, the next tile."""
-    assert Engine(COST, chunk=chunk).scheduler.budget([None] * n) == expected
-
-def test_a_draft_models_cache_has_as_many_pages():
-    engine = Engine(A6000, draft=A100, spec=1, alpha=0.5, max_batch=0)
-    free = A6000.memory - A100.n_bytes
-    assert engine.n_page == int(free // (A6000.page_bytes + A100.page_bytes))
-
-@each("order, waiting, running, expected", [  # adapters; upper case: was preempted
-    (fcfs, "Abacb", "", "01234"),
-    (lcfs, "Abacb", "", "04321"),
-    (cluster(1), "Abacb", "b", "14023"),
-    (cluster(2), "Abacb", "b", "01243"),
-    (cluster(2, lcfs), "abacb", "cb", "43120"),
-    (one_adapter(), "Abacb", "", "02"),
-    (one_adapter(patience=1), "Abacb", "b", "14"),
-    (one_adapter(patience=2), "Abacb", "c", ""),  # the batch runs out
-    (sjf(), "abacb", "", "41302"),
-    (sjf(3.5), "abacb", "", "01432"),  # so long have two of them waited
-    (edf(2.5), "abacb", "", "13402"),  # a deadline of its own; two are late
-])
-def test_orders_of_the_queue(order, waiting, running, expected):
-    requests = []
-    for i, name in enumerate(waiting):
-        request = Request([0], [5, 2, 9, 4, 1][i], name.lower(), arrival=float(i), id=i)
-        request.output = [7] if name.isupper() else []
-        requests.append(request)
-    requests[1].notes["ttft"] = 4.25
-    others = [Request([0], adapter=name) for name in running]
-    ordered = order(requests, others, 5.0)
-    assert "".join(str(request.id) for request in ordered) == expected
-
-def test_a_fair_order_serves_clients_alike():
-    """Those that always wait, however long their requests are; what the third did not use while it
-    was away is not made up for."""
-    requests = [Request([0] * 600, 50, "a", arrival=0.0) for _ in range(40)]
-    requests += [Request([0] * 200, 50, "b", arrival=0.0) for _ in range(110)]
-    requests += [Request([0] * 600, 50, "c", arrival=4.0) for _ in range(6)]
-    one, two, other = requests[0], requests[1], requests[40]
-    assert Fair()([one, two, other], [], 0.0) == [one, other, two]  # each start counts
-    start(A100, requests, adapters=dict(a=8, b=8, c=8), order=Fair(), max_batch=8, chunk=512).run()
-
-    def served(begin, end):  # tokens of each client in these seconds
-        tokens = Counter()
-        for request in requests:
-            n_new = sum(begin < t <= end for t in request.times)
-            started = begin < request.times[0] <= end
-            tokens[request.adapter] += n_new + started * len(request.prompt)
-        return tokens
-    for seconds, share in ((1, 4), 0), ((4, 6), 1):  # of c
-        tokens = served(*seconds)
-        assert tokens["b"] / tokens["a"] == approx(1, abs=0.2)
-        assert tokens["c"] / tokens["a"] == approx(share, abs=0.2)
-
-def test_early_abort():
-    """[S-LoRA §4.3, App. B] Of bursts, 213 requests are in time (lcfs: 200, fcfs: 17)."""
-    requests = [Request([0] * 900, 1 + job.output // 4, arrival=job.arrival)
-                for job in bench.gamma_jobs(16, 40, cv=3)]
-    engine = serve(A100, requests, "prefill_first", order=EarlyAbort(2.0), max_batch=8, n_page=5000,
-                   alloc="grow")
-    assert sum(r.times[:1] <= [r.arrival + 2] for r in requests if r.times) == 213
-    ended = Counter((event.request, event.finished) for event in engine.seen if event.finished)
-    assert ended == Counter((request, request.state) for request in requests)
-    preempted = Request([0], arrival=0.0, output=[7])
-    assert EarlyAbort(2.0)([preempted], [], 9.0) == [preempted]  # it is not late
-
-def test_an_oracle_drafts_what_will_be_accepted():
-    requests = [Request([0] * 30, 60) for _ in range(4)]
-    engine = serve(A100, requests, spec="oracle", alpha=0.6, draft="ngram")
-    assert engine.speculator.n_accepted == engine.speculator.n_drafted > 0
-
-class Linear(CostModel):
-    """All chunks are nearly as good for autopilot."""
-    ms_per_token = 1.0
-
-    def parts(self, stats, lora):
-        return 1e-3 * self.ms_per_token * stats.n_tokens, 0.0, 0.0, 0.0
-
-@each("scheduler, n_draft, n_first, expected", [  # n_draft: of each decode, in the last iteration
-    ("static", 0, 100, [1, 1]),
-    ("orca", 0, 100, [1, 1, 100, 400]),
-    ("prefill_first", 0, 100, [100, 400]),
-    ("sarathi", 0, 100, [1, 1, 100]),
-    ("sarathi", 0, 400, [1, 1, 254]),
-    ("sarathi_serve", 0, 100, [1, 1, 100, 154]),
-    ("autopilot", 0, 100, [1, 1, 100]),
-    ("autopilot", 0, 40, [1, 1, 40]),  # 3 % below the most work per second
-    ("autopilot", 0, 20, [1, 1, 20, 10]),  # more than that; 32 tokens are a tile
-    ("sarathi", 3, 400, [1, 1, 248]),
-    ("autopilot", 30, 20, [1, 1, 20, 302]),  # 384 tokens with the drafts
-])
-def test_every_scheduler_stalls_what_its_paper_says(scheduler, n_draft, n_first, expected):
-    """Tokens in a plan: two decodes run, two prompts wait"""
-    engine = Engine(Linear(TINY, float32), scheduler, n_page=1000, draft="ngram", alpha=0.5,
-                    spec=max(n_draft, 1))
-    decodes = [Request([0] * 9, n_past=8) for _ in range(2)]
-    engine.speculator.last_k = {decodes[0]: n_draft}  # the other one is new
-    prompts = [Request([0] * n_first), Request([0] * 400)]
-    plan = engine.scheduler.plan(decodes + engine.scheduler.admit(decodes, prompts))
-    assert [n for _, n in plan] == expected
-
-def test_autopilot_keeps_its_target():
-    """An iteration takes half the time that a request is ahead; a late request is ignored."""
-    engine = Engine(Linear(TINY, float32), sarathi.Autopilot(0.01), n_page=1000)
-    engine.clock.t = 0.2
-    late = Request([0], 21, output=[0] * 10, n_past=10, times=[0.0])
-    ahead = Request([0], 31, output=[0] * 11, n_past=11, times=[0.061])
-    # 30 * 0.01 - 0.139 - 20 * 0.002 = 0.121 s ahead; half of it is 60 tokens, less than a tile
-    plan = engine.scheduler.plan([late, ahead, Request([0] * 400)])
-    assert [n for _, n in plan] == [1, 1, 30]
-
-@cache
-def weights_of(n):
-    """An adapter of n weights"""
-    adapter = Adapter(TINY, {})
-    adapter.n_params = n
-    return adapter
-
-def feed(n_past, n, n_logits, n_weight=0):
-    """Of a request of its own. Those with as many adapter weights share the adapter."""
-    request = Request([1], lora_weights=weights_of(n_weight) if n_weight else None)
-    return Feed(request, n_past, n, n_logits)
-
-def test_stats_of_an_iteration():
-    """A chunk of 64 tokens, a verification of two drafts and a decode. The chunk and the decode
-    have the same adapter, of ten weights: they read it once."""
-    actual = A100.stats([feed(100, 64, 1, 10), feed(9, 3, 3, 20), feed(5, 1, 1, 10)])
-    assert actual == IterationStats(
-        n_tokens=64 + 3 + 1,
-        n_logits=1 + 3 + 1,
-        decodes=2,
-        context=9 + 3 + 5 + 1,
-        draft_context=2 * (9 + 3),
-        chunks=1,
-        pairs=128 * (100 + 64 / 2),  # a whole tile
-        chunk_context=100 + 64,
-        lora_rows=3 + 1,
-        lora_chunks=1,
-        lora_params=10 + 20,
-        lora_macs=3 * 20 + 10,
-        lora_chunk_macs=64 * 10,
-    )
-    decodes = A100.stats([feed(99, 1, 1, 1000)] * 10)
-    assert decodes.with_drafts(30) == A100.stats([feed(99, 4, 4, 1000)] * 10)
-
-@each("chunks, rank, matrices", [
-    ((200, 9), 64, True), ((199, 199), 64, False), ((200, 9), 63, False), ((200,), 64, False),
-])
-def test_prompts_with_adapters_of_the_authors_server(chunks, rank, matrices):
-    """At least two requests, 200 tokens in one of them, and a rank of 64 are multiplied as
-    matrices; all others cost a vector product for each row and rank, as decodes do (S-LoRA's
-    lora_unordered_batch_infer.py). This engine multiplies chunks."""
-    cost = bench.Hardware("llama-7b", "a100", system="lightllm").cost()
-    feeds = [feed(0, n, 1, Adapter(A100.config, rank).n_params) for n in chunks]
-    vectors = 32 * sum(chunks) * rank * cost.row
-    ours, theirs = [model.split(model.stats(feeds))["lora"] for model in (A100, cost)]
-    assert theirs - ours == approx(0.0 if matrices else vectors)
-
-def test_the_baseline_of_copied_adapters():
-    """Five decodes read one adapter once. bmm copies it for each of them first."""
-    stats = A100.stats([feed(100, 1, 1, 10**7)] * 5)
-    launching = 32 * sarathi.LORA_CALL
-    gathering = 5 * 32 * sarathi.ATTENTION_CALL
-    multiplying = 2 * 5 * 10**7 / (sarathi.CHUNK_FLOPS * 312e12)
-    reading = 2 * 10**7 / (sarathi.LORA_BANDWIDTH * 2039e9)
-    assert A100.split(stats)["lora"] == approx(reading + multiplying + launching)
-    assert A100.split(stats, "bmm")["lora"] == approx(3 * reading + multiplying + gathering)
-
-@each("operator, features", [
-    ("preproj", "n_tokens"),
-    ("others", "n_logits"),
-    ("attn", "decodes context draft_context chunks pairs chunk_context"),
-    ("lora", "lora_rows lora_chunks lora_params lora_macs lora_chunk_macs"),
-])
-def test_a_profile_counts_every_feature_to_its_operator(operator, features):
-    profile = sarathi.Profile.__new__(sarathi.Profile)  # nothing is timed
-    CostModel.__init__(profile, TINY, float32)
-    profile.coefficients = [1.0] * 14
-    before = profile.split(IterationStats())
-    for name in features.split():
-        after = profile.split(IterationStats(**{name: 1}))
-        assert after[operator] > before[operator] and sum(after.values()) == approx(2.0)
-
-# -----------------------------------------------------------------------------
-# tensor parallelism
-
-MIXED = ("odd", None, "small")
-SHARED = [  # model, adapters of the requests, source of drafts
-    ("llama", MIXED, "model"),
-    ("gpt2", MIXED, "ngram"),
-    ("qwen3", MIXED, None),
-    ("preset", ("replaced",), None),
-    ("llama", ("wide",), None),
-]
-
-def serve_replaced(engine, folder):
-    """Replace an adapter while the other ranks follow; its requests are recomputed -> outputs"""
-    requests = [Request(prompt(18, i), 6, "small") for i in range(3)]
-    for request in requests:
-        engine.add(request)
-    engine.step()
-    assert 0 < len(engine.running) < 3
-    engine.add_adapter("small", folder / "ffn")
-    engine.reset()  # all wait again, and the old adapter is copied again
-    engine.run()
-    engine.remove_adapter("small")
-    engine.add_adapter("last", 2)
-    return [request.output for request in requests]
-
-def serve_share(folder, world, name, adapters, draft):
-    """Serve a mixed batch, or follow rank 0 -> tokens, or None; and the bytes sent"""
-    if name == "preset":
-        model = GPT.from_preset(TINY, float32, seed=4, world=world)
-    else:
-        model = GPT.from_pretrained(folder / name, world=world)
-    ranks = {"odd": {module: 3 + 5 * i for i, module in enumerate(model.config.modules)}}
-    ranks |= {"small": 1, "wide": 64}
-    sources = {name: random_adapter(ranks[name], model.config) for name in ranks}
-    if draft == "model":
-        draft = draft_model(0.3)
-    spec = 3 if draft and world.rank == 0 else "off"
-    engine = start(model, [], adapters=sources, chunk=20, n_page=900, draft=draft, spec=spec)
-    world.n_sent = 0
-    if world.rank:
-        engine.runner.worker_loop()
-        return None, world.n_sent
-    if adapters == ("replaced",):
-        tokens = serve_replaced(engine, folder)
-    else:
-        prompts = [prompt(30 - i, i) for i in range(len(adapters))]
-        tokens = engine.generate(prompts, 6, [*adapters])
-    if world.size > 1:
-        engine.runner.broadcast_call("stop")
-    return tokens, world.n_sent
-
-class CountingWorld(World):
-    n_sent = 0  # bytes, by this rank
-
-    def all_reduce(self, x):
-        self.n_sent += 2 * (self.size - 1) * x.nbytes // self.size
-        return super().all_reduce(x)
-
-    def all_gather(self, x):
-        self.n_sent += (self.size - 1) * x.nbytes
-        return super().all_gather(x)
-
-def run_rank(rank, n, port, folder):
-    torch.set_num_threads(1)
-    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
-                       WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
-    world = CountingWorld.start(n)
-    results = [serve_share(folder, world, *case) for case in SHARED]
-    torch.save(results, folder / f"{rank}.pt")
-    if rank == n - 1:
-        world.all_reduce = lambda x: os._exit(0)  # it dies, and all others end with an error
-    with pytest.raises(RuntimeError):
-        serve_share(folder, world, *SHARED[0])
-    (folder / f"{rank}.raised").touch()
-
-def test_tensor_parallelism(tmp_path, n=4):
-    TARGET.save_pretrained(tmp_path / "llama")
-    ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
-    random_model(GPT2).save_pretrained(tmp_path / "gpt2")
-    random_model(QWEN3).save_pretrained(tmp_path / "qwen3")
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        arguments = n, s.getsockname()[1], tmp_path
-    multiprocessing.set_forkserver_preload([__name__])  # one process imports, the others fork it
-    method = "spawn" if DEVICE == "cuda" else "forkserver"
-    group = torch.multiprocessing.start_processes(run_rank, arguments, n, False, True, method)
-    deadline = time.monotonic() + 180  # far more than it takes
-    while not group.join(5):
-        assert time.monotonic() < deadline, "a rank hangs"
-    assert len([*tmp_path.glob("*.raised")]) == n - 1
-    expected = [serve_share(tmp_path, CountingWorld(), *case)[0] for case in SHARED]
-    for rank in (0, n - 1):
-        tokens, n_bytes = zip(*torch.load(tmp_path / f"{rank}.pt"))
-        assert list(tokens) == (expected if rank == 0 else [None] * len(SHARED))
-        # B = 35 tokens, h = 128, r = 64, two layers, float32 [S-LoRA §6]
-        of_model = 2 * (2 * (n - 1) * 35 * 128 // n)  # two all-reduces
-        of_adapters = 5 * (n - 1) * 35 * 64 // n
-        assert n_bytes[-1] == 2 * 4 * (of_model + of_adapters)
-
-def test_a_profile_fits_the_seconds_of_iterations(monkeypatch):
-    def seconds(engine, plan):  # made up
-        stats = COST.stats(sarathi.feeds_of(plan))
-        return 1.0 + 0.01 * stats.n_tokens + 0.001 * stats.context
-    monkeypatch.setattr(sarathi, "time_plan", seconds)
-    profile = sarathi.Profile(random_model(replace(TINY, block_size=256)))
-    assert profile.error < 0.02 and min(profile.coefficients) >= 0
-    assert profile.time(200, 1000) == approx(4.0, rel=0.05)
-    Engine(profile)  # the simulator has a pool of the size that this machine would have
-    short_context = random_model(replace(TINY, block_size=8))
-    assert sarathi.Profile(short_context, n=24).time(4, 4) > 1
-
-MISTAKES = {
-    "'nowhere': must be a folder": ["--model", "nowhere"],
-    "has no tokenizer.json: use --tokens": ["--prompt", "hello"],
-    "token = 70: must be in 0 .. 60": ["--tokens", "1,70"],
-    "argument --tokens: invalid token_ids value: '1 2'": ["--tokens", "1 2"],
-    "--chunk has no effect with --explain": ["--explain", "--chunk", 8],
-    "--system and --template have no effect without": ["--template", "thinking=false"],
-    "argument --template: invalid key_value value: 'x'": ["--template", "x"],
-    "--html has no effect without --explain": ["--tokens", "1", "--html", "x.html"],
-}
-
-@pytest.fixture
-def call(monkeypatch, capsys, tmp_path):
-    """Run sarathi.py with these flags and the model in tmp_path. -> (out, err)"""
-    def call(flags, length=("--max-new-tokens", 12)):
-        given = ["--model", tmp_path, *length, "--temperature", 0]
-        monkeypatch.setattr(sys, "argv", ["sarathi.py", *map(str, given + flags)])
-        sarathi.run_command_line(lambda: sarathi.generate_text(sarathi.parse_arguments()))
-        return capsys.readouterr()
-    return call
-
-def test_command_line(call, capsys, tmp_path):
-    TARGET.save_pretrained(tmp_path)
-    ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
-    tokens = ["--tokens", ",".join(map(str, prompt(15)))]
-    sampled = [call(tokens + ["--temperature", 2, "--seed", seed]).out for seed in (1, 1, 2)]
-    assert sampled[0] == sampled[1] != sampled[2]
-    for name, flags in (
-        (None, ["--temperature", 9, "--top-k", 1]),
-        (None, ["--temperature", 9, "--top-p", 0.001]),
-        ("ffn", ["--adapter", tmp_path / "ffn"]),
-        (None, ["--draft", tmp_path, "--spec", 3]),  # of the model itself
-    ):
-        out, err = call(tokens + flags)
-        printed = [int(token) for token in out.split()]
-        assert printed == naive(tuple(prompt(15)), name, 12)
-        figures = r"^15 \+ 12 tokens, \d+ output tokens/s, TTFT .* ms, TPOT .* ms"
-        assert re.search(figures, err, re.M)
-        assert err.startswith(f"{tmp_path}, float32, ") and (DEVICE == "cuda" or " thread" in err)
-    assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
-    as_fit = call(tokens, []).out.split()  # by default as many as fit the context
-    assert len(as_fit) == TINY.block_size - 15
-    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {as_fit[3]}}}')
-    assert call(tokens).out.split() == as_fit[:as_fit.index(as_fit[3]) + 1]
-    GPT.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")  # as after a training
-    assert GPT.from_pretrained(tmp_path / "again").stop == [int(as_fit[3])]
-    for message, flags in MISTAKES.items():
-        with pytest.raises(SystemExit, match="2"):
-            call(flags if flags[0] in ("--tokens", "--prompt", "--explain") else tokens + flags)
-        out, err = capsys.readouterr()
-        assert out == "" and "Traceback" not in err
-        assert re.search(f"^sarathi.py: .*{message}", err, re.M), err
-
-def test_command_line_continues_a_text(call, tmp_path):
-    model = random_model(replace(TINY, vocab_size=610))
-    model.save_pretrained(tmp_path)
-    tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
-    template = "({{ messages | map(attribute='content') | join('+') }}{{ '!' if loud }})"
-    (tmp_path / "chat_template.jinja").write_text(template)
-    tokenizer = load_tokenizer(tmp_path)
-    own = tmp_path / "own"  # an adapter that brings its own template
-    Adapter(model.config, {"self_attn.q_proj": 1}, float32).save_pretrained(own)
-    shutil.copy(tmp_path / "tokenizer.json", own)
-    (own / "chat_template.jinja").write_text("[7]")
-    (own / "tokenizer_config.json").write_text('{"eos_token": "a"}')
-    assert load_tokenizer(own).stop == tokenizer.encode("a")
-    for flags, fed, start in (
-            (["--raw"], "7*7", "7*7"), ([], "(7*7)", "7*7\n"),
-            (["--adapter", own], "[7]", "7*7\n"),
-            (["--system", "be", "--template", "loud=False"], "(be+7*7)", "7*7\n"),
-            (["--template", "loud=yes"], "(7*7!)", "7*7\n")):
-        prompt = tokenizer.encode(fed)
-        text_of = tokenizer.stream(prompt)
-        expected = text_of(greedy_loop(model.logits, prompt, 12)) + text_of([])
-        out, err = call(["--prompt", "7*7", *flags])
-        assert out == f"{start}{expected}\n"
-        assert ("chat template; --raw" in err) == (start != "7*7")
-    with pytest.raises(ValueError, match="the chat template fails"):
-        tokenizer.chat("7*7", messages="--template messages=8")
+# bench.py: claims, measured experiments, workloads, pictures and traces
 
 def arguments(words=""):
     return bench.parse_arguments(words.split())
@@ -3447,44 +3189,29 @@ SMALL_FLAGS = {"tng": "--lengths 64", "attainment": "--schedulers prefill_first,
 
 @cache
 def small_rows(name):
-    """An experiment at its smallest, simulated: {(panel, series, x): row}"""
+    """An experiment at its smallest, simulated: {(panel, series, x): row}; the Hardware of each of
+    its engines, and how many requests a batch may have"""
     words = f"{name} --size small {SMALL_FLAGS.get(name, '')}"
-    with pytest.MonkeyPatch.context() as patch:
-        for make in ("gamma_jobs", "zipf_jobs"):
-            patch.setattr(bench, make, fewer(getattr(bench, make)))
-        rows = EXPERIMENTS[name].rows(simulated(name, words))
-        return {tuple(row["at"]): row for row in rows}
-
-@each("words", [*(name for name in EXPERIMENTS if name.startswith(("slora_", "spec_fig1"))
-                  and EXPERIMENTS[name].only == "simulated"), "clustering",
-                "slora_table3 --hardware h100", "slora_fig9 --hardware h100",
-                "spec_fig11 --hardware h200 --model gpt2"])
-def test_headings_name_what_is_simulated(words, monkeypatch):
-    made = {}  # a cost model -> (model, tp, GPU)
+    made = {}  # cost model -> its Hardware
     ran = set()
 
     def cost_of(on, config=None):
         cost = own_cost(on, config)
-        made[cost] = on.model, on.tp, on.gpu
+        made[cost] = on
         return cost
 
     def engine(model, *args, **options):
-        ran.add(made[model])
-        return Engine(model, *args, **options)
+        engine = Engine(model, *args, **options)
+        ran.add((made.get(model), engine.max_batch))
+        return engine
     own_cost = bench.Hardware.cost
-    for owner, name, own in ((bench.Hardware, "cost", cost_of), (bench, "Engine", engine),
-                             (bench, "gamma_jobs", fewer(fewer(bench.gamma_jobs)))):
-        monkeypatch.setattr(owner, name, own)
-    name = words.split()[0]
-    place, = bench.choose_places(arguments(f"{words} --size small"), name)
-    headings = {row["machine"] for row in EXPERIMENTS[name].rows(place)} | {place.source}
-    heading, = headings
-    texts = re.sub(r" \(.*?\)", "", heading).removesuffix(", simulated").split(", ")
-    any_tp = "N" if " N x" in heading else ""
-    assert {*texts} == {f"{name} on {any_tp or tp} x {gpu}" for name, tp, gpu in ran}
-
-# -----------------------------------------------------------------------------
-# bench.py: claims, measured experiments, workloads, pictures and traces
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.Hardware, "cost", cost_of)
+        patch.setattr(bench, "Engine", engine)
+        for make in ("gamma_jobs", "zipf_jobs"):
+            patch.setattr(bench, make, fewer(getattr(bench, make)))
+        rows = EXPERIMENTS[name].rows(simulated(name, words))
+        return {tuple(row["at"]): row for row in rows}, ran
 
 def test_claims_are_the_papers():
     sources = {claim.paper_source for claims in CLAIMS.values() for claim in claims.values()}
@@ -3525,8 +3252,9 @@ FIGURES = {  # of small runs of others: some on which constants of the cost mode
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_every_claim_has_its_point(name):
-    """And a table of 120 columns. What constants of the cost model were chosen on has not moved."""
-    rows = small_rows(name)
+    """And a table of 120 columns, a picture, and a heading that names what ran. Numbers on which
+    constants of the cost model were chosen have not moved."""
+    rows, ran = small_rows(name)
     claims = CLAIMS.get(name, {})
     assert set(claims) <= set(rows)
     assert all(math.isfinite(row["ours"]) for row in rows.values())
@@ -3540,9 +3268,39 @@ def test_every_claim_has_its_point(name):
     assert {at: rows[at]["ours"] for at in figures} == approx(figures, rel=0.001)
     text = bench.tables(EXPERIMENTS[name], list(rows.values()))
     lines = [line for line in text.splitlines() if line[:1] == "|"]
-    assert lines and max(map(len, lines)) <= {"online": 210, "fig9": 123, "tng": 146,
-                                                 "spec_fig16": 152}.get(name, 120)
+    assert lines and max(map(len, lines)) <= {
+        "online": 210, "fig9": 123, "tng": 146, "spec_fig16": 152}.get(name, 120)
     assert any("paper" in line for line in lines) == bool(claims)
+    check_picture(name, [*rows.values()])
+    *_, heading = {row["machine"] for row in rows.values()}
+    limits = re.findall(r"up to (\d+) requests in a batch", heading)
+    assert not limits or int(limits[0]) == max(n for _, n in ran)
+    if name.startswith(("slora_", "spec_fig1", "clustering")):
+        texts = re.sub(r" \(.*?\)", "", heading).removesuffix(", simulated").split(", ")
+        any_tp = "N" if " N x" in heading else ""
+        assert {*texts} == {f"{on.model} on {any_tp or on.tp} x {on.gpu}" for on, _ in ran}
+
+def check_picture(name, rows):
+    """Each row with an x is a point of one line, and so is the paper's number; no two lines of a
+    panel look the same, and dashed ones are on top."""
+    what = EXPERIMENTS[name]
+    assert "--" not in bench.title_of(name)
+    for ax in bench.draw(rows, what).axes:
+        own = [row for row in rows if row["at"][0] == ax.get_title() and (  # no ratios
+            not what.x or row["at"][2] != "" and " / " not in f"{row['at']}")]
+        papers = [row["paper"] for row in own if row["paper"] is not None]
+        lines = [line for line in ax.lines if line.get_marker() == "."]
+        marks = chain(*(line.get_ydata() for line in ax.lines if line.get_marker() == "o"))
+        assert sorted(y for y in marks if y is not None) == sorted(papers)
+        if not what.x:
+            assert [bar.get_height() for bar in ax.patches] == [row["ours"] for row in own]
+            continue
+        drawn = chain(*(zip(line.get_xdata(), line.get_ydata()) for line in lines))
+        assert sorted(drawn) == sorted((row["at"][2], row["ours"]) for row in own)
+        looks = {(line.get_linewidth(), line.get_linestyle()) for line in lines}
+        assert len(looks) == len(lines)
+        assert all((line.get_linestyle() == "--") == (line.get_zorder() > 2) for line in lines)
+        assert ax.get_yscale() == ("log" if ax.get_title().endswith("(s)") else "linear")
 
 def test_ratios_are_rows_of_what_was_found():
     """Of two series or two x, if both are there"""
@@ -3564,8 +3322,8 @@ def test_equal_requests_end_with_as_many_cached_tokens_as_were_cut(monkeypatch):
 def test_adapters_send_what_the_paper_says():
     """5 (N - 1) B r / N numbers in every layer, in two messages [S-LoRA §6]"""
     cost = CostModel.roofline(preset("llama-33b"), "a100-40", 4)
-    request = Request([1] * 9, lora_weights=Adapter(cost.config, 32))
-    stats = cost.stats([sarathi.Feed(request, 8, 1, 1)] * 12)
+    stats = cost.stats([feed(8, 1, 1)._replace(request=Request(
+        [1] * 9, lora_weights=Adapter(cost.config, 32)))] * 12)
     seconds = cost.seconds(stats)
     cost.sends_xa = False
     n_bytes = 2 * 5 * 3 * 12 * 32 / 4
@@ -3597,31 +3355,6 @@ def test_capacity_and_attainment_are_the_most_that_meets_targets():
     assert all(later <= share + 0.05 for share, later in pairwise(shares))
     place.args.tbt = 1e-4
     assert [row.ours for row in EXPERIMENTS["capacity"].run(place)] == [0, 0]
-
-SHEETS = {  # SMs, 16-bit tensor FLOP per SM and clock, MHz; bits to the memory, Gbit/s of each
-    "a40": (84, 1024, 1740, 384, 14.5), "l4": (58, 1024, 2040, 192, 12.5),
-    "l40s": (142, 1024, 2520, 384, 18), "rtx-3090": (82, 512, 1695, 384, 19.5),
-    "rtx-4090": (128, 512, 2520, 384, 21), "rtx-5090": (170, 512, 2407, 512, 28),
-    "b200": (148, 8192, 1850, 8192, 7.8), "h100": (132, 4096, 1830, 5120, 5.23),
-}
-
-@each("name", SHEETS)
-def test_data_sheets_are_what_the_chips_can_do(name):
-    n_sm, per_clock, mhz, n_bit, rate = SHEETS[name]
-    gpu = sarathi.GPUS[name]
-    assert gpu.flops == approx(n_sm * per_clock * mhz * 1e6, rel=0.02)
-    assert gpu.bandwidth == approx(n_bit * rate / 8 * 1e9, rel=0.02)
-
-def test_a_gpu_of_a_file(tmp_path):
-    path = tmp_path / "mine.json"
-    fields = sarathi.GPUS["a100"]._asdict()
-    path.write_text(json.dumps(fields | dict(name="mine", flops=312000000000000)))
-    assert CostModel.roofline(A100.config, path).time(260, 3072) == A100.time(260, 3072)
-    without = {key: value for key, value in fields.items() if key != "link"}
-    for wrong, needle in ((without, "mine.json.*link"), (fields | dict(flops="x"), "mine.json.*x")):
-        path.write_text(json.dumps(wrong))
-        with pytest.raises(ValueError, match=needle):
-            CostModel.roofline(A100.config, str(path))
 
 def test_scoreboard_counts(monkeypatch, capsys):
     names = ("table4", "fig3", "fig7", "spec_fig5")
@@ -3663,20 +3396,6 @@ def test_experiment_measures(name, monkeypatch):
     rows = list(EXPERIMENTS[name].rows(place))
     assert rows and all(math.isfinite(row["ours"]) for row in rows)
     assert {row["source"] for row in rows} == {"measured"}
-
-def test_long_prompts_take_their_time(monkeypatch):
-    """Longer ones on a faster machine, then a larger model, but for --model"""
-    place = tiny_place()
-    larger = copy(place)
-    monkeypatch.setattr(bench, "this_machine", lambda *_: larger)
-    monkeypatch.setattr(place.args, "device", "cpu")
-    for own in (place, larger):
-        monkeypatch.setattr(own, "seconds", lambda shape: [[shape["chunk"] / 1000]])
-    for seconds, expected in ((0.01, (place, 60)), (0.4, (place, 384)), (2.0, (larger, 921))):
-        monkeypatch.setattr(bench, "LONG", seconds)
-        assert bench.long_prompts(place) == expected
-    monkeypatch.setattr(place.args, "model", "tiny")
-    assert bench.long_prompts(place) == (place, 921)
 
 @each("words, n_way, prompts", [
     ("", 8, [b'"""The pap']),  # pieces of this project's files
@@ -3752,58 +3471,80 @@ def test_lengths_are_those_that_were_run():
     place = bench.simulate(arguments(), bench.Hardware("gpt2", "a100"))
     assert place.batches == [(1024, 18)]  # longer ones do not fit the model
 
-def test_fidelity_compares_two_times(monkeypatch):
-    place = simulated("table4", "--lengths 64")
-    place.model = Linear(TINY, float32)
-    slow = Linear(TINY, float32)
-    slow.ms_per_token = 4.0  # place, which stands for this machine, needs 1 ms
-    slow.error = 0.0
-    monkeypatch.setattr(CostModel, "profile", lambda model: slow)
-    errors = {row["at"][0]: row["ours"] for row in EXPERIMENTS["fidelity"].rows(place)}
-    assert errors["iteration error (%)"] == approx(300)
-    assert errors["throughput error (%)"] == approx(75)
-
-def test_rounds_take_turns_and_warm_up(monkeypatch):
-    """Two rounds at least; more of them until the time is over, without the first"""
+@each("seconds, n_round", [(0, 2), (4, 3)])
+def test_a_race_takes_turns_and_keeps_what_it_has(seconds, n_round, monkeypatch):
+    """On a fake clock, stopped in each call: two rounds at least, more until three times --seconds
+    are over; the first of three warms up; ways without a run are left out."""
     place = tiny_place()
-    for seconds, expected in ((0, [[1, 6], [2, 5], [3, 4]]), (14, [[6, 7], [5, 8], [4, 9]])):
-        calls = []
-        functions = [lambda name=name: calls.append(name) or len(calls) for name in "abc"]
-        monkeypatch.setattr(bench.time, "perf_counter", lambda: 2 * len(calls))
-        monkeypatch.setattr(place.args, "seconds", seconds)
-        assert place.rounds(*functions) == expected
-        assert calls == list("abccbaabc")[:3 * len(expected[0]) + 3 * (seconds > 0)]
+    monkeypatch.setattr(place.args, "seconds", seconds)
+    for n in range(1 + 3 * n_round):
+        serve = Mock(side_effect=[*range(n), KeyboardInterrupt])
+        monkeypatch.setattr(place, "serve", serve)
+        monkeypatch.setattr(bench.time, "perf_counter", lambda: 2 * serve.call_count)
+        found = []
+        with pytest.raises(KeyboardInterrupt) if n < 3 * n_round else nullcontext():
+            for pair in place.race({name: dict(name=name) for name in "abc"}, []):
+                found.append(pair)
+        turns = "abccbaabc"[:n]
+        first = 3 if n_round == 3 and n >= 6 else 0
+        expected = [(name, [i for i in range(first, n) if turns[i] == name]) for name in "abc"]
+        assert found == [pair for pair in expected if pair[1]], n
 
-@each("n_call, n_round", [(0, []), (3, [1, 1, 1]), (5, [1, 2, 2]), (7, [2, 1, 1]), (8, [2, 2, 1])])
-@each("name", ["online", "users"])
-def test_what_a_stopped_run_has_measured_is_shown(name, n_call, n_round, monkeypatch):
-    """Stopped in a call: rows of the ways that have runs, of their own number of rounds each. The
-    turns are abc, cba, abc; the first round is left out if there is a third."""
+def test_long_prompts_take_their_time(monkeypatch):
+    """Longer ones on a faster machine, then a larger model, but for --model"""
     place = tiny_place()
-    monkeypatch.setattr(place.args, "schedulers", ["static", "prefill_first", "sarathi"])
-    monkeypatch.setattr(place.args, "seconds", 1e9)
-    monkeypatch.setattr(bench, "LONG", 0.0)
-    monkeypatch.setattr(place, "seconds", lambda *shapes: np.ones((2, 2)))
-    calls = []
-    run = small_run()
+    larger = copy(place)
+    monkeypatch.setattr(bench, "this_machine", lambda *_: larger)
+    monkeypatch.setattr(place.args, "device", "cpu")
+    for own in (place, larger):
+        monkeypatch.setattr(own, "seconds", lambda shape: [[shape["chunk"] / 1000]])
+    for seconds, expected in ((0.01, (place, 60)), (0.4, (place, 384)), (2.0, (larger, 921))):
+        monkeypatch.setattr(bench, "LONG", seconds)
+        assert bench.long_prompts(place) == expected
 
-    def serve(*_, **options):
-        if len(calls) == n_call + 1:  # the first one finds a rate
-            raise KeyboardInterrupt
-        calls.append(options)
-        return run
-    monkeypatch.setattr(place, "serve", serve)
-    rows = []
-    with pytest.raises(KeyboardInterrupt):
-        rows.extend(EXPERIMENTS[name].rows(place))
-    counts = {row["at"][1]: row["ours"] for row in rows if row["at"][0] == "runs"}
-    assert [*counts.values()] == n_round
-    for figure in ("tokens/s", "output tokens/s"):
-        assert {row["at"][1] for row in rows if row["at"][0] == figure} == {*counts}
+def test_papers_numbers_stand_where_they_hold():
+    other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
+    papers = {row["at"][1]: row["paper"] for row in EXPERIMENTS["table4"].rows(other)}
+    assert {*papers.values()} == {None}  # they are of other hardware
 
-def small_run():
-    request = Request([0, 1], arrival=0.0, state="length", output=[1, 2], times=[2.0, 4.0])
-    return sarathi.Metrics([request], 0.0)
+    def table2(place):
+        yield bench.Row("attn (ms)", 9.0, "decode-maximal")
+    for on, paper in (None, None), (bench.A6000_13B, 15.2):
+        one = Mock(on=on, source="here")
+        row, = EXPERIMENTS["table2"]._replace(run=table2).rows(one)
+        assert (row["paper"], row["machine"], "inside" in row) == (paper, "here", on is not None)
+
+@each("n_stage", [1, 3])
+def test_intervals_cover_the_time_of_each_request(n_stage, tmp_path):
+    """Or of each stage of a pipeline: without a gap, from an arrival on, with all tokens"""
+    rng = random.Random(SEED)
+    requests = [Request([1], id=id) for id in range(4)]
+    record = [Iteration(0.0, 0.0, [Feed(request, 0, 0, 0) for request in requests])]
+    fed = Counter()
+    for stage in rng.choices(range(n_stage), k=200):
+        start = record[-1].end + rng.choice([0, 0.5])
+        feeds = [Feed(r, 0, *rng.choice([(1, 1), (3, 3), (9, 1)])) for r in rng.sample(requests, 2)]
+        record.append(Iteration(start, start + 1, feeds, stage))
+        for feed in feeds:
+            fed[stage if n_stage > 1 else feed.request.id] += feed.n
+    intervals = [*bench.intervals(record)]
+    ends = {}
+    shown = Counter()  # tokens of each row so far
+    for row, kind, start, end, n in intervals:
+        assert ends.get(row, start) == start < end
+        ends[row] = end
+        stopped = "bubble" if n_stage > 1 else "stall" if shown[row] else "waiting"
+        assert kind in (("decode", "prompt") if n else (stopped,))
+        assert kind != "decode" or n <= 6
+        shown[row] += n
+    assert shown == fed and {kind for _, kind, *_ in intervals} > {"prompt", "decode"}
+    bench.write_trace(tmp_path / "trace.json", [("sarathi", record)])
+    name, interval, *others = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"}
+    row, kind, start, end, n = intervals[0]
+    assert len(others) == len(intervals) - 1 and interval == dict(
+        ph="X", name=kind, pid=0, tid=row, ts=1e6 * start, dur=1e6 * (end - start),
+        args={"tokens": n})
 
 def test_a_simulated_row_is_a_median_over_seeds(monkeypatch):
     """Those of runs with each seed alone, of the same arrivals in all ways"""
@@ -3830,20 +3571,6 @@ def test_a_simulated_row_is_a_median_over_seeds(monkeypatch):
     assert len({jobs for _, jobs in raced}) == 3
     assert all(first == second for (_, first), (_, second) in zip(raced[::2], raced[1::2]))
 
-def test_a_trace_is_served_once(tmp_path):
-    """Its arrivals know no seed, but those of --rate do."""
-    path = tmp_path / "trace.csv"
-    path.write_text("arrival,prompt,output\n1,64,4\n2,80,9\n")
-    for flags, n in (("", 1), ("--rate 2", 5)):
-        place = simulated("online", f"online --hardware a100 --jobs {path} {flags}")
-        rows = EXPERIMENTS["online"].rows(place)
-        assert {row["ours"] for row in rows if row["at"][0] == "runs"} == {n}
-    read, write = os.pipe()  # of which each experiment needs the jobs
-    os.write(write, path.read_bytes())
-    os.close(write)
-    for _ in range(2):
-        assert bench.read_jobs(f"/dev/fd/{read}") == bench.read_jobs(f"{path}")
-
 def test_noise_is_a_mark():
     """Beside its number"""
     rows = [dict(at=["time", name, ""], ours=ours, spread=spread, paper=None)
@@ -3851,114 +3578,70 @@ def test_noise_is_a_mark():
     lines = lines_of(bench.tables(EXPERIMENTS["table2"], rows))
     assert lines == {"a": ["1.73 ± 0.69 (noise)"], "b": ["-60 ± 3 (noise)"], "c": ["4 ± 0.5"]}
 
-def test_papers_and_chunk():
-    place = simulated("fig9", "--lengths 1024,2048")
-    other, = bench.choose_places(arguments("table4 --hardware h200 --lengths 1024"), "table4")
-    papers = {row["at"][1]: row["paper"] for row in EXPERIMENTS["table4"].rows(other)}
-    assert {*papers.values()} == {None}  # they are of other hardware
+TRACES = [  # columns of arrival, prompt and output; of blocks, and how long these are
+    ("arrival", "prompt", "output"), ("Arrival", "Prompt", " Output"),
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # Azure's
+    ("Timestamp", "Request tokens", "Response tokens"),  # BurstGPT's
+    ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),  # Vidur's
+    ("timestamp", "input_length", "output_length"),  # guidellm's
+    ("timestamp", "input_length", "output_length", "hash_ids", 512),  # Mooncake's, in ms
+    ("timestamp", "input_length", "output_length", "hash_ids", 16, "chat_id"),  # Bailian's
+]
 
-    def table2(place):
-        yield bench.Row("attn (ms)", 9.0, "decode-maximal")
-    for on, paper in (None, None), (bench.A6000_13B, 15.2):
-        one = Mock(on=on, source="here")
-        row, = EXPERIMENTS["table2"]._replace(run=table2).rows(one)
-        assert (row["paper"], row["machine"], "inside" in row) == (paper, "here", on is not None)
-    place.args.chunk = 512
-    names = [row["at"][1] for row in EXPERIMENTS["users"].rows(place)]
-    assert [*dict.fromkeys(names)] == ["static", "prefill_first", "sarathi"]
+UNITS = [  # how a time in ms is written
+    lambda ms: ms / 1000, lambda ms: 1760000000000 + ms, lambda ms: (1760000000000 + ms) * 10**6,
+    lambda ms: f"{np.datetime64('2026-11-28T23:30', 'ms') + ms}".replace("T", " ") + "-09:30"]
 
-def test_run_counts_all_requests():
-    early = Request([0], arrival=1.0, state="length", output=[1, 2, 3], times=[2.0, 3.0, 6.0])
-    late = Request([0], 9, arrival=1.0, state="stop", output=[1, 2], times=[8.0, 9.0])
-    one = Request([0], 1, arrival=1.0, state="length", output=[1], times=[3.0])  # has no TPOT
-    aborted = Request([0], state="aborted", arrival=1.0, n_preempted=2)
-    run = sarathi.Metrics([early, late, one, aborted], start=1.0)
-    assert run.requests_per_second == 3 / 8 and run.n_preempted == 2
-    assert (run.latencies, run.stalls, run.tpots) == ([5, 8, 2], [3, 1], [2, 1])
-    figures = run.figures
-    assert figures["requests"] == 3 and figures["tokens/s"] == (4 + 3 + 2) / 8
-    assert figures["output tokens/s"] == (3 + 2 + 1) / 8
-    assert figures["TTFT p50 ms"] == 2000 and figures["TTFT p99 ms"] == approx(6900)
-    assert figures["TPOT p50 ms"] == 1500 and figures["stall p99 ms"] == approx(2980)
-    empty = str(sarathi.Metrics([], 0.0))
-    assert empty.split("\n")[2].startswith("| run | 0        | 0        | 0               | nan  ")
-    assert str(run).split("\n")[2].startswith("| run | 3        | 1.12 ")
-    # targets: of each request alone, or of the half and the 99 % of all
-    assert run.attainment(6.0) == 2 / 4 and run.attainment(6.0, 2.9) == 1 / 4
-    assert run.attainment(0.9) == 0 and run.goodput(6.0) == 2 / 8
-    assert run.meets(2.0, 3.0) and not run.meets(1.9, 3.0) and not run.meets(2.0, 2.9)
-    assert not sarathi.Metrics([aborted], 0.0).meets()
-    classes = run.by(lambda request: request is one)
-    assert [(name, len(own.requests)) for name, own in classes.items()] == [(False, 3), (True, 1)]
-    first, *_, last = run.rows()
-    assert first == dict(arrival=0.0, prompt=1, output=3, adapter=None, state="length",
-                         preempted=0, ttft=1.0, tpot=2.0, stall=3.0)
-    assert early.gaps == [1, 3] and (one.tpot, aborted.ttft, aborted.gaps) == (None, None, [])
-    assert last["stall"] is None and last["preempted"] == 2
+@each("columns", TRACES)
+def test_traces_are_read_back(columns, tmp_path, capsys):
+    """Random jobs, of a window, at a speed. If a byte is changed, rows are left out or have other
+    numbers, or one line names the file."""
+    rng = random.Random(SEED)
+    names = [*columns[:4], *columns[5:], "Class"]
+    for unit, is_json in product(UNITS, (True, False)):
+        write = int if columns[-1] == 512 else unit
+        ms = [*accumulate(rng.choice([0, 1, 700, 30000]) for _ in range(60))]
+        jobs = [(t, rng.randint(0, 40), rng.randint(0, 40)) for t in ms]
+        rows = [dict(zip(names, (write(t), *others, *([7], 1)[:len(names) - 4], f"{t}")))
+                for t, *others in jobs]
+        lines = [json.dumps(row) if is_json else ",".join(f'"{value}"' for value in row.values())
+                 for row in rows]
+        lines = lines if is_json else [",".join(names), *lines]
+        data = rng.choice(["\n", "\r\n", "\n\n"]).join(lines).encode("utf-8-sig")
+        path = tmp_path / rng.choice(["jobs.csv", "jobs.gz"])
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        window = [job for job in jobs if 60000 <= job[0] - ms[0] < 480000]
+        served = [job for job in window if min(job[1:]) > 0 and sum(job[1:]) <= 70]
+        found = bench.read_jobs(f"{path}", 70, (60, 480), speed=4)
+        assert [(*job[1:3], job.label) for job in found] == [(p, o, f"{t}") for t, p, o in served]
+        expected = [(t - served[0][0]) / 4000 for t, *_ in served]
+        assert [job.arrival for job in found] == approx(expected, abs=1e-4)
+        assert (f"60 rows read, {len(served)} kept, {len(window) - len(served)} skipped"
+                in capsys.readouterr().err)
+        assert bench.read_jobs(f"{path}", 70, (60, 480), 9, 4) == found[:9]
+        if len(columns) > 3 and is_json:
+            assert (found[0].blocks, found[0].size) == ((7,), columns[4])
+        data = path.read_bytes()
+        for i in rng.choices(range(len(data)), k=9):
+            path.write_bytes(data[:i] + bytes([rng.randrange(256)]) + data[i + 1:])
+            try:
+                assert len(bench.read_jobs(f"{path}")) <= 61
+            except ValueError as error:
+                assert re.fullmatch(f".*{path.name}.*", str(error))
 
-TRACES = {  # the same three requests, 4 and 1.5 seconds apart
-    "quoted.csv": '"Arrival", "Prompt","Output"\n\n"5","374.0","44"\n9, 396,9\n 10.5,7,1\n',
-    "azure.csv.gz": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 23:59:58.5000000,374,44\n"
-                    "2023-11-17 00:00:02.5,396,9\n2023-11-17 00:00:04+00:00,7,1\n",
-    "burst.csv": "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-                 "1700000005,GPT-4,374,44,418,API log\n1700000009,ChatGPT,396,9,405,\"a, b\"\n"
-                 "1700000010.5,GPT-4,7,1,8,API log\n",
-    "vidur_in_ns.csv": "arrived_at,num_prefill_tokens,num_decode_tokens\n"
-        "1700000004000000000,396,9\n1.7000000055e18,7,1\n1700000000000000000,374,44\n",
-    "ours.jsonl": "".join('{"output": %d, "prompt": %d, "arrival": "%s"}\n' % row for row in (
-        (44, 374, "2024-05-10T01:00:00Z"), (9, 396, "2024-05-10T01:00:04+00:00"),
-        (1, 7, "2024-05-10 03:00:05.5+02:00"))),
-    "guidellm.csv": "timestamp,input_length,output_length\n0.5,374,44\n4.5,396,9\n6,7,1\n",
-    "bailian.jsonl": "".join(
-        '{"chat_id": 1, "timestamp": %s, "input_length": %d, "output_length": %d, "type": "text", '
-        '"hash_ids": [0]}\n' % row for row in ((61.5, 374, 44), (65.5, 396, 9), (67.0, 7, 1))),
-    "mooncake.jsonl": "".join(
-        '{"timestamp": %d, "input_length": %d, "output_length": %d, "hash_ids": [0]}\n' % row
-        for row in ((3000, 374, 44), (7000, 396, 9), (8500, 7, 1))),
-}
-
-@each("name", TRACES)
-def test_traces_of_the_field(name, tmp_path, capsys):
-    data = TRACES[name].encode()
-    if name.endswith(".gz"):
-        data = gzip.compress(codecs.BOM_UTF8 + data.replace(b"\n", b"\r\n"))
-    (tmp_path / name).write_bytes(data)
-    jobs = bench.read_jobs(f"{tmp_path / name}", 4096)
-    assert [job[1:3] for job in jobs] == [(374, 44), (396, 9), (7, 1)]
-    assert [job.arrival for job in jobs] == approx([0, 4, 5.5], abs=1e-6)
-    assert "3 rows read, 3 kept, 0 skipped" in capsys.readouterr().err
-    shared = {"bailian.jsonl": 16, "mooncake.jsonl": 374}  # a block of 16, or of 512, all of it
-    prompts = [bench.prompt_of(job, i, 61) for i, job in enumerate(jobs[:2])]
-    assert len(os.path.commonprefix(prompts)) == shared.get(name, 0)
-
-@each("name", ["a.csv", "a.jsonl"])
-def test_a_trace_may_have_classes(name, monkeypatch, capsys, tmp_path):
-    """In its own spelling; requests have them, --by has a row for each"""
-    rows = [dict(arrival=i, prompt=64, output=4, Class=i % 2 and "chat") for i in range(12)]
-    lines = map(json.dumps, rows)
-    if name == "a.csv":
-        lines = ",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)
-    (tmp_path / name).write_text("\n".join(lines))
-    bench_serve = bench.serve
-    runs = []
-    monkeypatch.setattr(bench, "serve", lambda *args: runs.append(bench_serve(*args)) or runs[-1])
-    _, out, _ = command(monkeypatch, capsys, "online --hardware a100 --schedulers orca --by class "
-                        f"--jobs {tmp_path / name}")
-    assert [*lines_of(out)] == ["orca", "orca, 0", "orca, chat"]
-    assert [request.notes["class"] for request in runs[-1].requests] == ["0", "chat"] * 6
-
-def test_own_files_are_no_text_of_spec_here(monkeypatch, tmp_path):
-    class Bytes:
-        def encode(self, text):
-            return [*text.encode()]
-    monkeypatch.setattr(bench, "load_tokenizer", lambda name: Bytes())
-    place = tiny_place()
-    prompts = bench.read_prompts(place)
-    for path in bench.ASSETS.parent.glob("*.py"):
-        shutil.copy(path, tmp_path)
-    (tmp_path / "my.py").write_text("# an exercise\n" * 3000)
-    monkeypatch.setattr(bench, "ASSETS", tmp_path / "assets")
-    assert bench.read_prompts(place) == prompts and len(prompts) == 24
+@each("text, needle", [
+    ("a,b\n1,2\n", "row 1: a column is missing"),
+    ("timestamp,input_length,output_length,hash_ids\n0,5,5,\n6,5,5,\n", "0.006 s are not pl"),
+    ("timestamp,input_length,output_length\n0,5,5\n27000,5,5\n", "2.7e.04 s are not pl"),
+    ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "row 2: 5.5 tokens: must be a whole number"),
+    *((f"arrival,prompt,output\n{date},5,5\n", f"row 1: {date} as seconds since 1970 = .*: must be")
+      for date in (20261128103000, 202611281030, 2611281030, 20261128103000123, 2026112810)),
+    ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
+])
+def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
+    (tmp_path / "jobs.csv").write_text(text)
+    with pytest.raises(ValueError, match=f"jobs.csv.*{needle}"):
+        bench.read_jobs(f"{tmp_path}/jobs.csv", 64)
 
 def test_made_up_prompts_share_what_they_should():
     assert simulated("tng", "--seed 1").jobs.keywords == {"seed": 43}
@@ -3975,28 +3658,6 @@ def test_no_nan_is_written(tmp_path):
     bench.save_json(arguments(f"--json {tmp_path}/nan.json"), rows=[dict(ours=math.nan)])
     assert '"rows": [{"ours": null}]' in (tmp_path / "nan.json").read_text()
 
-@each("start", [0, 1760000000, 1760000000000])
-def test_windows_of_traces_keep_their_bursts(start, tmp_path, capsys):
-    """As of a table computed with numpy; also bursts with hours between them"""
-    rng = np.random.default_rng(0)
-    at = np.cumsum(rng.choice([1, 30000], 400, p=[0.8, 0.2]))
-    lengths = rng.integers(0, 40, (400, 2))
-    path = tmp_path / "jobs.csv"
-    times = start + at * (1000 if start > 1e12 else 1)
-    np.savetxt(path, [*zip(times, *lengths.T)], "%d", ",", header="arrival,prompt,output",
-               comments="")
-    window = (at - at[0] >= 600000) & (at - at[0] < 1800000)
-    served = window & (lengths.min(1) > 0) & (lengths.sum(1) <= 70)
-    expected = (at[served] - at[served][0]) / 4
-    jobs = bench.read_jobs(str(path), 70, (600000, 1800000), speed=4)
-    assert [job.arrival for job in jobs] == approx(expected, abs=1e-6)
-    assert [job[1:3] for job in jobs] == list(map(tuple, lengths[served].tolist()))
-    assert capsys.readouterr().err == (
-        f"{path}: 400 rows read, {served.sum()} kept, {(window & ~served).sum()} "
-        "skipped (no prompt, no output, or more than 70 tokens; simulated: --context); "
-        f"{len(jobs) / expected[-1]:.3g} requests/s in the mean\n")
-    assert bench.read_jobs(str(path), 70, (600000, 1800000), 9, 4) == jobs[:9]
-
 def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     path = tmp_path / "long.csv"
     path.write_text("arrival,prompt,output\n" + "".join(f"{i},{i + 9},5\n" for i in range(9000)))
@@ -4006,29 +3667,12 @@ def test_what_lies_outside_a_window_is_not_kept(tmp_path):
     tracemalloc.stop()
     assert len(jobs) == 100 and most < 3e5
 
-@each("text, needle", [
-    ("a,b\n1,2\n", "row 1: a column is missing: must be CSV or JSON lines with columns like arri"),
-    ("timestamp,input_length,output_length,hash_ids\n" + "".join(
-        f"{6 * i},5,5,\n" for i in range(11)),  # in seconds
-     "11 requests over 0.06 s are not plausible: .* with hash_ids in ms"),
-    ("timestamp,input_length,output_length\n0,5,5\n27000,5,5\n", "over 2.7e.04 s are not pl"),
-    ("arrival,prompt,output\n0,5,5\n\n1,5\n", "row 2: float.. argument must be"),
-    ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "row 2: 5.5 tokens: must be a whole number"),
-    ("arrival,prompt,output\n28.11.2026 10:30,5,5\n", 'row 1: .*"28.11.2026 10:30" at'),
-    *((f"arrival,prompt,output\n{date},5,5\n", f"row 1: {date} as seconds since 1970 = .*: must be")
-      for date in (20261128103000, 202611281030, 2611281030, 20261128103000123, 2026112810)),
-    ('arrival,prompt,output\n0,5,5\n1,5,"5\n', "row 1: unexpected end of data"),
-    ('{"arrival": 0, "prompt": 5, "output": 5}\n{"arrival": 1, "prompt": 5}\n', "row 2: 'outp"),
-    ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
-    ("\xff", "row 1: .*utf-8"),
-    ('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": [""]}', "row 1: .*int"),
-])
-def test_a_wrong_trace_is_one_clear_line(text, needle, tmp_path):
-    path = tmp_path / "jobs.csv"
-    path.write_text(text, "latin-1")
-    with pytest.raises(ValueError, match=needle) as raised:
-        bench.read_jobs(str(path), 64)
-    assert "\n" not in str(raised.value) and "jobs.csv" in str(raised.value)
+def test_jobs_are_read_from_a_pipe_once_for_all_experiments():
+    read, write = os.pipe()
+    os.write(write, b"arrival,prompt,output\n0,5,6\n")
+    os.close(write)
+    first, second = [bench.read_jobs(f"/dev/fd/{read}") for _ in range(2)]
+    assert first == second and first[0][:3] == (0.0, 5, 6)
 
 def test_making_requests_takes_none_of_their_time(monkeypatch):
     make = bench.prompt_of
@@ -4049,124 +3693,161 @@ def test_serve_keeps_clients_and_arrivals():
     n_token = sum(job.prompt + job.output for job in jobs)
     assert run.tokens_per_second == approx(n_token / run.seconds)
 
-def test_intervals_of_requests_and_stages(tmp_path):
-    first = Request([1], id=0)
-    second = Request([1], id=1)
-    record = [  # a feed without rows: its request arrives
-        Iteration(0.0, 0.0, [Feed(first, 0, 0, 0)]),
-        Iteration(1.0, 1.0, [Feed(second, 0, 0, 0)]),
-        Iteration(0.0, 2.0, [Feed(first, 0, 64, 1)]),
-        Iteration(2.0, 3.0, [Feed(second, 0, 2, 1)]),
-        Iteration(3.0, 4.0, [Feed(first, 64, 1, 1), Feed(second, 2, 1, 1)]),
-    ]
-    assert list(bench.intervals(record)) == [
-        (0, "prompt", 0.0, 2.0, 64),
-        (1, "waiting", 1.0, 2.0, 0),
-        (1, "prompt", 2.0, 3.0, 2),
-        (0, "stall", 2.0, 3.0, 0),
-        (0, "decode", 3.0, 4.0, 1),
-        (1, "decode", 3.0, 4.0, 1),
-    ]
-    stages = [
-        Iteration(0.0, 1.0, [feed(0, 64, 0)], stage=0),
-        Iteration(1.0, 2.0, [feed(0, 64, 0)], stage=1),
-        Iteration(3.0, 4.0, [feed(64, 8, 8), feed(5, 1, 1)], stage=0),  # a verification
-    ]
-    assert list(bench.intervals(stages)) == [
-        (0, "prompt", 0.0, 1.0, 64),
-        (1, "prompt", 1.0, 2.0, 64),
-        (0, "bubble", 1.0, 3.0, 0),
-        (0, "decode", 3.0, 4.0, 9),
-    ]
-    bench.write_trace(tmp_path / "trace.json", [("sarathi", record)])
-    name, _, piece, *others = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert name["ph"] == "M" and name["args"] == {"name": "sarathi"} and len(others) == 4
-    assert piece == dict(ph="X", name="waiting", pid=0, tid=1, ts=1e6, dur=1e6, args={"tokens": 0})
-
-def test_picture_shows_ours_and_the_papers():
-    """Bars if an experiment has no x axis; if it has one, points without an x are not drawn."""
-    rows = list(small_rows("table2").values())
-    ax = bench.draw(rows, EXPERIMENTS["table2"]).axes[1]
-    assert ax.get_title() == "attn (ms)"
-    ours = [row["ours"] for row in rows if row["at"][0] == "attn (ms)"]
-    assert [bar.get_height() for bar in ax.patches] == ours
-    assert list(ax.lines[0].get_ydata()) == [10.0, 5.68, 15.2]
-    rows = small_rows("fig9")
-    ax, *others = bench.draw(list(rows.values()), EXPERIMENTS["fig9"]).axes
-    titles = [ax.get_title() for ax in others]
-    assert titles == ["gain at L = 2048, B = 10", "gain at L = 3072, B = 6"]
-    assert max(ax.lines[1].get_ydata()) == rows["peak at L = 1024", "C = 256", ""]["ours"]
-    rows = [*small_rows("attainment").values()]
-    ax, *_ = bench.draw(rows, EXPERIMENTS["attainment"]).axes
-    limits = [row["ours"] for row in rows if row["at"][2] == ""]  # of each scheduler, marked
-    assert [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "v"] == limits
-
-def test_lines_do_not_hide_each_other():
-    """Equal ones differ in width or dashes, and dashes are on top; times have a logarithmic axis;
-    the paper's peaks are there."""
-    rows = [dict(at=[panel, name, x], ours=0.5, paper=None) for panel in ("latency (s)", "times")
-            for name in "abcdef" for x in (1, 2)]
-    axes = bench.draw(rows, EXPERIMENTS["spec_fig1"]).axes
-    assert [ax.get_yscale() for ax in axes] == ["log", "linear"]
-    looks = [(line.get_linewidth(), line.get_linestyle()) for line in axes[0].lines]
-    assert len({*looks}) == 6 and looks == sorted(looks, key=lambda look: -look[0])
-    assert all((line.get_linestyle() == "--") == (line.get_zorder() > 2) for line in axes[0].lines)
-    rows = small_rows("fig9").values()
-    peaks = [[*line.get_ydata()] for ax in bench.draw(list(rows), EXPERIMENTS["fig9"]).axes
-             for line in ax.lines if line.get_marker() == "o" and line.get_color() == "#2a78c2"]
-    assert [max(y for y in ys if y) for ys in peaks] == [1.27, 1.25, 1.23]  # C = 256
-
-@each("name", EXPERIMENTS)
-def test_titles_of_pictures_have_no_flags(name):
-    assert "--" not in bench.title_of(name)
-    assert name != "online" or "ms" not in bench.title_of(name)  # its axes are in seconds
-    for path in ASSETS.glob(f"{name}.json"):
-        report = json.loads(path.read_text())
-        for part in report if isinstance(report, list) else [report]:
-            assert "--" not in part.get("machine", "")
-
-def test_online_draws_the_classes():
-    words = "online --hardware a100 --size small --seeds 1 --schedulers sarathi --by prompt"
-    rows = list(EXPERIMENTS["online"].rows(simulated("online", words)))
-    titles = [ax.get_title() for ax in bench.draw(rows, EXPERIMENTS["online"]).axes]
-    assert len(titles) == 12 and titles[0] == "CDF of TTFT"
-    assert re.fullmatch(r"CDF of stalls, c: prompts of up to \d+", titles[-1])
-
 # -----------------------------------------------------------------------------
-# bench.py's command line, and the README
+# command lines
 
-def command(monkeypatch, capsys, words):  # -> exit status, stdout, stderr
+def command(monkeypatch, capsys, words, main=bench.main):  # -> exit status, stdout, stderr
     monkeypatch.setattr(sys, "argv", ["bench.py", *shlex.split(words)])
     status = 0
     try:
-        run_command_line(bench.main)
+        run_command_line(main)
     except SystemExit as end:
         status = end.code
     return status, *capsys.readouterr()
 
+@pytest.fixture
+def call(monkeypatch, capsys, tmp_path):
+    """Run sarathi.py with these flags and the model in tmp_path. -> (out, err)"""
+    def call(flags, length=("--max-new-tokens", 12)):
+        given = ["--model", tmp_path, *length, "--temperature", 0]
+        monkeypatch.setattr(sys, "argv", ["sarathi.py", *map(str, given + flags)])
+        sarathi.run_command_line(lambda: sarathi.generate_text(sarathi.parse_arguments()))
+        return capsys.readouterr()
+    return call
+
+def test_command_line(call, capsys, tmp_path):
+    TARGET.save_pretrained(tmp_path)
+    ADAPTERS["ffn"].save_pretrained(tmp_path / "ffn")
+    tokens = ["--tokens", ",".join(map(str, prompt(15)))]
+    sampled = [call(tokens + ["--temperature", 2, "--seed", seed]).out for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+    for name, flags in (
+        (None, ["--temperature", 9, "--top-k", 1]),
+        (None, ["--temperature", 9, "--top-p", 0.001]),
+        ("ffn", ["--adapter", tmp_path / "ffn"]),
+        (None, ["--draft", tmp_path, "--spec", 3]),  # of the model itself
+    ):
+        out, err = call(tokens + flags)
+        printed = [int(token) for token in out.split()]
+        assert printed == naive(tuple(prompt(15)), name, 12)
+        figures = r"^15 \+ 12 tokens, \d+ output tokens/s, TTFT .* ms, TPOT .* ms"
+        assert re.search(figures, err, re.M)
+        assert err.startswith(f"{tmp_path}, float32, ") and (DEVICE == "cuda" or " thread" in err)
+    assert re.search(r"([1-9]\d*) of \1 drafts accepted", err)
+    as_fit = call(tokens, []).out.split()  # by default as many as fit the context
+    assert len(as_fit) == TINY.block_size - 15
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {as_fit[3]}}}')
+    assert call(tokens).out.split() == as_fit[:as_fit.index(as_fit[3]) + 1]
+    GPT.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")  # as after a training
+    assert GPT.from_pretrained(tmp_path / "again").stop == [int(as_fit[3])]
+    for flags, message in ((["--prompt", "hello"], "use --tokens"), (["--tokens", "1,70"], "= 70"),
+                           (["--explain", "--chunk", 8], "--chunk has no effect with"),
+                           ([*tokens, "--html", "x"], "--html has no effect without"),
+                           ([*tokens, "--template", "a=1"], "--system and --template have no"),
+                           ([*tokens, "--template", "x"], "invalid key_value value: 'x'")):
+        with pytest.raises(SystemExit, match="2"):
+            call(flags)
+        assert re.search(f"^sarathi.py: .*{message}.*\n$", capsys.readouterr().err, re.M)
+
+@each("value", ["''", "-1", "x", "1e99"])
+@each("words", ["", "--explain", "--tokens 1,2", "online --hardware a100 --size small --seeds 1"])
+def test_odd_values_of_flags(words, value, monkeypatch, capsys, tmp_path):
+    """Of each flag of both command lines: exit status 0, or 2 and one line"""
+    monkeypatch.chdir(tmp_path)
+    TARGET.save_pretrained("model")
+    main = bench.main if words.startswith("online") else sarathi.main
+    parsers = []
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(argparse.ArgumentParser, "parse_args", lambda self, _=None: sys.exit(
+            parsers.append(self)))
+        main()
+    monkeypatch.setattr(bench, "gamma_jobs", fewer(fewer(bench.gamma_jobs)))
+    for action in parsers[0]._actions[1:]:
+        if action.option_strings and action.nargs != 0 and action.dest != "memory":
+            own = " --model model --max-new-tokens 3" * words.startswith("--tokens")
+            flags = f"{words}{own} {action.option_strings[0]} {value}"
+            status, _, err = command(monkeypatch, capsys, flags, main)
+            assert len(re.findall("^bench.py: ", err, re.M)) == (status == 2), (flags, err)
+            assert status in (0, 2)
+
+def test_command_line_continues_a_text(call, tmp_path):
+    model = random_model(replace(TINY, vocab_size=610))
+    model.save_pretrained(tmp_path)
+    tokenizer_of("gpt2").save(str(tmp_path / "tokenizer.json"))
+    template = "({{ messages | map(attribute='content') | join('+') }}{{ '!' if loud }})"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(tmp_path)
+    own = tmp_path / "own"  # an adapter that brings its own template
+    Adapter(model.config, {"self_attn.q_proj": 1}, float32).save_pretrained(own)
+    shutil.copy(tmp_path / "tokenizer.json", own)
+    (own / "chat_template.jinja").write_text("[7]")
+    (own / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    assert load_tokenizer(own).stop == tokenizer.encode("a")
+    for flags, fed, start in (
+            (["--raw"], "7*7", "7*7"), ([], "(7*7)", "7*7\n"),
+            (["--adapter", own], "[7]", "7*7\n"),
+            (["--system", "be", "--template", "loud=False"], "(be+7*7)", "7*7\n"),
+            (["--template", "loud=yes"], "(7*7!)", "7*7\n")):
+        prompt = tokenizer.encode(fed)
+        text_of = tokenizer.stream(prompt)
+        expected = text_of(greedy_loop(model.logits, prompt, 12)) + text_of([])
+        out, err = call(["--prompt", "7*7", *flags])
+        assert out == f"{start}{expected}\n"
+        assert ("chat template; --raw" in err) == (start != "7*7")
+    with pytest.raises(ValueError, match="the chat template fails"):
+        tokenizer.chat("7*7", messages="--template messages=8")
+
+def test_out_of_memory_is_one_line(capsys):
+    def main():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a "
+                                     "total capacity of 23.64 GiB of which 3.42 GiB is free.")
+    with pytest.raises(SystemExit, match="2"):
+        run_command_line(main)
+    line, = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in ("20.00 GiB", "3.42 GiB"))
+
+def test_python_on_a_bare_machine(tmp_path):
+    """A user without a home, a terminal without UTF-8, files without it as default, as on Windows,
+    and Python without docstrings. How threads wait is set before torch is imported in each file:
+    libraries read the environment when they are loaded."""
+    code = """
+import os, pwd, sys
+pwd.getpwuid = {}.__getitem__
+sys.modules["torch"] = None  # an import of it raises
+for name in ("kernels", "model", "sarathi", "bench"):
+    os.environ.pop("GOMP_SPINCOUNT", None)
+    try:
+        __import__(name)
+    except ImportError:
+        print(os.environ["GOMP_SPINCOUNT"])
+del sys.modules["torch"]
+import bench, kernels, sarathi
+bench.make_parser()
+sarathi.run_command_line(lambda: print(kernels.CACHE, len(bench.EXPERIMENTS) > 9, 'caf\\u00e9'))
+"""
+    environment = os.environ | dict(LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0",
+                                    PYTHONIOENCODING="ascii", TMPDIR=str(tmp_path))
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    run = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True,
+                         cwd=Path(__file__).parent, env=environment)
+    expected = [*["3000"] * 4, f"{tmp_path}/.cache/sarathi True caf?"]
+    assert run.stdout.splitlines() == expected, run.stderr
+
 @each("words, needle", [
     ("fig99", ": unknown experiment 'fig99'"),
-    ("fig3 --hardware b300", "a100-40, a100, "),
-    ("--max-batch 0", "max_batch = 0"),
-    ("--hardware ''", "--hardware: must have a value"),
-    ("--lengths 1..x", "1..x"),
     ("fig3 --rate 3", "--rate has no effect without online"),
     ("fig3 --jobs a.csv", "--jobs has no effect without online, attainment, capacity"),
     ("online --jobs a.csv --prompt 8", "--prompt has no effect with --jobs"),
     ("online --speed 2", "--speed has no effect without jobs"),
     ("online --seeds 3", "--seeds has no effect without hardware"),
-    ("online --jobs a.csv --speed 2 --rate 1", "--speed has no effect with --rate"),
     ("online --jobs a.csv --window 9", "window = [9]: must be like 3600..7200"),
-    ("online --hardware a100 --json nowhere/a.json", "nowhere/a.json"),
-    ("fig3 --lengths 9999 --hardware a100", "9999"),
     ("spec_here --hardware a100", "only be measured"),
     ("slora_fig6 --model llama-7b", "slora_fig6 has the paper's models: leave out --model"),
-    ("slora_fig10 --tp 4", "slora_fig10 has the paper's models"),
     ("fig3 --context 4096", "--hardware"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
     ("spec_here --model llama-30m --prompts latin.txt", "latin.txt: 'utf-8' codec"),
     ("online --scheduler own.py:Yours", "own.py:Yours: must be a Scheduler"),
-    ("online --order fifo", "unknown name 'fifo': one of fcfs, lcfs, sjf, edf, fair"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
@@ -4206,8 +3887,7 @@ def test_experiment_prints_draws_and_records(monkeypatch, capsys, tmp_path):
     assert all(row["paper"] is None and row["source"] == "simulated" for row in report["rows"])
     for name in ("fig3_a100.png", "timeline_a100.png"):
         assert matplotlib.image.imread(tmp_path / name).std() > 0.05
-    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
-    assert {"waiting", "stall", "prompt"} <= {event["name"] for event in events}
+    assert "stall" in (tmp_path / "trace").read_text()
 
 OWN = """
 from sarathi import Memory, Policy, Sarathi
@@ -4244,7 +3924,8 @@ def test_online_shows_parts_of_ones_own(monkeypatch, capsys, tmp_path):
     report = json.loads((tmp_path / "rows.json").read_text())
     assert {row["at"][1] for row in report["rows"]} == set(names)
     requests = report["requests"]  # of each run
-    assert Counter(row["scheduler"] for row in requests) == dict.fromkeys(names, 5 * 32)
+    runs = Counter((row["scheduler"], row["seed"]) for row in requests)
+    assert runs == dict.fromkeys(product(names, range(5)), 32)
     assert {"arrival", "prompt", "ttft", "tpot", "stall", "preempted"} <= {*requests[0]}
     for word, code in (("pass", "plan = lambda *args: {}['key']"), ("waiting[::-1]", "{}['key']")):
         (tmp_path / "own.py").write_text(OWN.replace(word, code))
@@ -4255,8 +3936,11 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
     """Counted anew from the row of each request"""
     words = ("online --size small --hardware a100 --rate 4 --ttft 0.3 --max-batch 3 --seeds 1 "
              f"--schedulers orca,sarathi --json {tmp_path}/rows.json")
-    for by, adapters in (("prompt", ""), ("adapter", "--adapters 3")):
-        _, out, _ = command(monkeypatch, capsys, f"{words} --by {by} {adapters}")
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,prompt,output,class\n" + "".join(
+        f"{i},{90 + 9 * i},20,{i % 3}\n" for i in range(32)))
+    for by, flags in ("prompt", ""), ("adapter", "--adapters 3"), ("class", f"--jobs {trace}"):
+        _, out, _ = command(monkeypatch, capsys, f"{words} --by {by} {flags}")
         report = json.loads((tmp_path / "rows.json").read_text())
         rows = {tuple(row["at"][:2]): row["ours"] for row in report["rows"]}
         classes = defaultdict(list)
@@ -4268,7 +3952,7 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
         longest = 0
         for name, own in sorted(classes.items()):
             prompts = [row["prompt"] for row in own]
-            assert by == "adapter" or len(own) in (10, 11) and min(prompts) > longest
+            assert by != "prompt" or len(own) in (10, 11) and min(prompts) > longest
             longest = max(prompts)
             ttfts = [row["ttft"] for row in own]
             assert rows["TTFT p50", f"orca, {name}"] == approx(1e3 * np.median(ttfts))
@@ -4277,22 +3961,6 @@ def test_online_says_who_pays(monkeypatch, capsys, tmp_path):
                       for row in own)
             speeds.append(sum(row["prompt"] + row["output"] for row in own) / end)
         assert rows["Jain", "orca"] == approx(sum(speeds) ** 2 / 3 / np.dot(speeds, speeds))
-
-@each("words, n", [("online --schedulers orca --rate 4", 12), ("users", 6),
-                   ("capacity --schedulers sarathi", 48), ("attainment --schedulers orca", 48)])
-def test_the_limit_of_a_batch_is_the_one_above_the_table(words, n, monkeypatch, capsys):
-    limits = set()
-
-    def seen(engine, *args):
-        limits.add(engine.max_batch)
-        return bench_serve(engine, *args)
-    bench_serve = bench.serve
-    monkeypatch.setattr(bench, "serve", seen)
-    for flag, limit in (("", n), ("--max-batch 5", 5)):
-        limits.clear()
-        _, out, _ = command(monkeypatch, capsys, f"{words} --hardware a100 --size small {flag}")
-        assert limits == {limit}
-        assert f"; up to {limit} requests in a batch" in out.replace("\n", " ")
 
 def test_online_flags(monkeypatch, capsys, tmp_path):
     (tmp_path / "lengths.csv").write_text("prompt,output\n" + "64,4\n" * 32)
@@ -4313,13 +3981,6 @@ def test_online_flags(monkeypatch, capsys, tmp_path):
         assert [ours["tokens/s", name] for name in ("orca", "sarathi")] == approx(
             [rate] * 2, rel=0.3)
         assert ours["stall p50", "orca"] > ours["TPOT p50", "orca"]
-        ttfts = defaultdict(list)  # the table's is the median of these seeds
-        for row in json.loads(out.strip().splitlines()[-1])["requests"]:
-            if row["scheduler"] == "orca":
-                ttfts[row["seed"]].append(row["ttft"])
-        assert [*ttfts] == [*range(5 if "--prompt" in words else 1)]
-        medians = [1e3 * np.median(own) for own in ttfts.values()]
-        assert ours["TTFT p50", "orca"] == approx(np.median(medians))
 
 def test_a_run_that_is_stopped_keeps_what_it_has(monkeypatch, capsys, tmp_path):
     """The first experiment's table and rows, then what the second has"""
@@ -4393,61 +4054,3 @@ def test_explain_takes_parts_of_ones_own(tmp_path):
     assert out.index(b"request 3 starts") < out.index(b"request 0 starts")
     page = (tmp_path / "page.html").read_text(encoding="utf8")
     assert "Mine</script>" in json.loads(re.search('json">(.*?)</script>', page)[1])["title"]
-
-STEPS = """<script>
-const seen = []
-document.body.style.maxWidth = "WIDTHpx"  // headless windows are not as narrow as a phone
-for (let i = 0; i < 20; i++) {
-  const rows = [...$("batch").rows].map(row => [...row.cells].map(cell => cell.textContent.trim()))
-  const textsIn = node => [...node.childNodes].map(child => child.textContent)
-  seen.push([$("text").textContent, rows.filter(row => row[0]), document.body.scrollWidth,
-    [...$("pool").children].map(textsIn), textsIn($("owners"))])
-  dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}))
-}
-document.body.innerHTML = `<pre>${JSON.stringify(seen)}</pre>`
-</script>"""
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-
-class Keeps(sarathi.Memory):
-    """Pages stay as they are when their request ends, until others need them."""
-    def release(self, request):
-        for page in self.pool.tables.pop(request):
-            self.pool.tables[page] = [page]
-            self.idle[page] = True
-        self.unpin(request.lora_weights)
-
-@each("width, memory", [(400, None), (1280, Keeps)])
-def test_page_of_explain(width, memory, tmp_path):
-    """Without a network, stepped to its end by keys: it shows the texts and rows of --explain, and
-    the engine's pages, 1 to 32"""
-    texts, page, steps = explained("sarathi", memory)
-    assert not re.search(r"http|src=|url\(|import|fetch", page)
-    if not BROWSER:
-        pytest.skip("no browser is installed")
-    path = tmp_path / "page.html"
-    path.write_text(page + STEPS.replace("WIDTH", f"{width}"), encoding="utf8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900"]
-    dump = subprocess.run([BROWSER, *flags, "--dump-dom", path.as_uri()], capture_output=True,
-                          check=True, timeout=120).stdout.decode()
-    seen = json.loads(unescape(re.search("<pre>(.*)</pre>", dump)[1]))
-    assert [text for text, *_ in seen] == texts + texts[-1:] * (20 - len(texts))
-    kept = 0
-    for (_, _, used, grid, legend), step in zip(seen, steps):
-        assert used <= width
-        names = dict.fromkeys(range(1, 33), "–") | dict.fromkeys(step["free"], "·")
-        for owner, pages in step["pages"].items():
-            names |= dict.fromkeys(pages, owner.split()[1])
-        assert grid == [[f"{number}", name] for number, name in names.items()]
-        shown = Counter(names.values())
-        n_kept = shown.pop("–", 0)
-        kept += n_kept
-        others = f"· free {shown.pop('·', 0)}" + f", – idle {n_kept}" * (n_kept > 0)
-        assert legend[0] == others and {*legend[1:]} == {f"{name} {n}" for name, n in shown.items()}
-    assert (kept > 0) == (memory is not None)
-    for text, rows, *_ in seen:
-        fed = []
-        for tokens, drafts, positions, pages in re.findall(
-                r"tokens \[(.*)\], drafts \[(.*)\]\n +positions \[(.*)\] on pages \[(.*)\]", text):
-            columns = positions, f"{tokens} {drafts}", pages
-            fed += zip(*[re.findall(r"\d+", column) for column in columns])
-        assert fed and [tuple(row[3:6]) for row in rows] == fed
