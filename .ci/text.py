@@ -10,7 +10,7 @@ from pathlib import Path
 FILES = {  # file -> most lines, code tokens, code tokens in a line of code
     "kernels.py": (1640, 9500, 13), "model.py": (1150, 8900, 10.5),
     "sarathi.py": (2770, 20563, 10.5), "bench.py": (2350, 19904, 11.2),
-    "test_sarathi.py": (4056, 43221, 13)}
+    "test_sarathi.py": (4060, 43274, 13)}
 LESSON = ("sarathi.py", "model.py", "kernels.py"), 1250  # files, and most lines of all
 AHEAD = 0  # names that sarathi.py uses more than one section before they are defined
 README = {"lines": 150, "words": 1500, "numbers": 146}
