@@ -9,11 +9,11 @@ from pathlib import Path
 
 FILES = {  # file -> most lines, code tokens, code tokens in a line of code
     "kernels.py": (1640, 9500, 13), "model.py": (1150, 8900, 10.5),
-    "sarathi.py": (2770, 20563, 10.5), "bench.py": (2350, 19904, 11.2),
-    "test_sarathi.py": (4060, 43274, 13)}
+    "sarathi.py": (2800, 20600, 10.5), "bench.py": (2350, 19950, 11.2),
+    "test_sarathi.py": (4100, 43500, 13)}
 LESSON = ("sarathi.py", "model.py", "kernels.py"), 1250  # files, and most lines of all
 AHEAD = 0  # names that sarathi.py uses more than one section before they are defined
-README = {"lines": 150, "words": 1500, "numbers": 146}
+README = {"lines": 150, "words": 1500, "numbers": 160}
 
 def measure(source):
     """(lines, code tokens, code tokens in a line of code): names, operators, numbers and strings,
