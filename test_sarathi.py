@@ -1018,6 +1018,16 @@ def test_prompt_tokens_beside_n_decodes(chunk, n, expected):
     """They fill the chunk; only if the decodes alone do, the next tile."""
     assert Engine(COST, chunk=chunk).scheduler.budget([None] * n) == expected
 
+def test_autopilot_takes_half_of_the_time_that_requests_are_ahead():
+    """Of 10 tokens after the first at 0.1 s each, 8 are left at 0.4 s. Alone they take 0.05 s each:
+    0.2 s are left. A late request and one without a token do not count"""
+    scheduler = sarathi.Autopilot(0.1)
+    scheduler.engine = Mock(now=1.4)
+    ahead, late = (Request([1], 11, output=[0] * 3, times=[start, 1.3, 1.4]) for start in (1.0, 0.1))
+    plan = [(ahead, 1), (late, 1), (Request([1], 11), 1)]
+    assert scheduler.time_limit(plan, 0.05) == approx(0.05 + 0.2 / 2)
+    assert scheduler.time_limit(plan[1:], 0.05) == math.inf
+
 def test_autopilot_keeps_its_target():
     """An iteration takes half the time that a request is ahead; a late request is ignored."""
     engine = Engine(Linear(TINY, float32), sarathi.Autopilot(0.01), n_page=1000)
