@@ -1023,7 +1023,8 @@ def test_autopilot_takes_half_of_the_time_that_requests_are_ahead():
     0.2 s are left. A late request and one without a token do not count"""
     scheduler = sarathi.Autopilot(0.1)
     scheduler.engine = Mock(now=1.4)
-    ahead, late = (Request([1], 11, output=[0] * 3, times=[start, 1.3, 1.4]) for start in (1.0, 0.1))
+    ahead, late = (Request([1], 11, output=[0] * 3, times=[first, 1.3, 1.4])
+                   for first in (1.0, 0.1))
     plan = [(ahead, 1), (late, 1), (Request([1], 11), 1)]
     assert scheduler.time_limit(plan, 0.05) == approx(0.05 + 0.2 / 2)
     assert scheduler.time_limit(plan[1:], 0.05) == math.inf
