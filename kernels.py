@@ -374,22 +374,23 @@ def probabilities(logits, temperature, top_k, top_p):
 
 # ---- the limits of a container
 
-def least_limit(*names):
+def least_limit(*names, period=1):
     """The least number in files of these names, in the control groups (version 1 or 2) that this
-    process is in. A container is one."""
+    process is in, over the file's period or else this one. A container is such a group."""
     limits = [math.inf]
     for groups in Path("/proc/self").glob("cgroup"):  # of Linux
         for kind, path in re.findall(":(.*?):(.*)", groups.read_text()):
             group = Path(f"/sys/fs/cgroup/{kind}{path}")
             for folder, name in product([group, *group.parents], names):
                 for file in folder.glob(name):
-                    limits += map(int, re.findall(r"\A\d+", file.read_text()))  # not max, not -1
+                    numbers = re.findall(r"\A(\d+) ?(\d*)", file.read_text())  # none: max, or -1
+                    limits += [int(n) / int(own or period) for n, own in numbers]
     return min(limits)
 
-# us of CPU time in each 0.1 s, used up early by more threads than that is for: then all stop
-quota = least_limit("cpu.max", "cpu.cfs_quota_us")
-if quota < 1e5 * torch.get_num_threads():
-    torch.set_num_threads(max(1, quota // 100000))
+# CPUs, as CPU time per period. More threads use it up early: then all of them stop until the next
+quota = least_limit("cpu.max", "cpu.cfs_quota_us", period=100000)
+if quota < torch.get_num_threads():
+    torch.set_num_threads(max(1, int(quota)))
 
 # ---- where an operator runs
 
@@ -434,8 +435,8 @@ def side_by_side(first, second, device):
     finally:
         stream.wait_stream(side)
 
-CPU_SETTINGS = ["SARATHI_CPU", "OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "OMP_DYNAMIC",
-                "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY"]
+CPU_SETTINGS = ("SARATHI_CPU OMP_NUM_THREADS OMP_THREAD_LIMIT OMP_DYNAMIC OMP_PROC_BIND OMP_PLACES "
+                "GOMP_CPU_AFFINITY").split()
 
 def describe(x):
     """What runs the operators on tensors like x: "triton, NVIDIA H100", "C++ (AVX2), 2 threads". It

@@ -2781,10 +2781,11 @@ def test_a_page_takes_memory_once_it_is_written():
 
 @each("groups, files, memory, cpus", [
     ("0::/a/b\n", {"a/memory.max": "4096\n", "a/b/memory.max": "max\n",
-                   "a/b/cpu.max": "150000 100000\n", "cpu.max": "max 100000"}, 4096, 150000),
+                   "a/b/cpu.max": "7500 5000\n", "cpu.max": "max 100000"}, 4096, 1.5),
     ("4:memory:/a\n1:cpu,cpuacct:/docker/x\n0::/\n", {  # of a container, with its host's paths
         "memory/memory.limit_in_bytes": f"{2**63 - 4096}", "memory/a/memory.limit_in_bytes": "7",
         "cpu,cpuacct/cpu.cfs_quota_us": "-1"}, 7, math.inf),
+    ("1:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "300000"}, math.inf, 3),
 ])
 def test_limits_of_control_groups(groups, files, memory, cpus, monkeypatch, tmp_path):
     files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
@@ -2793,7 +2794,7 @@ def test_limits_of_control_groups(groups, files, memory, cpus, monkeypatch, tmp_
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(kernels, "Path", lambda path: Path(f"{tmp_path}{path}"))
     assert kernels.least_limit("memory.max", "memory.limit_in_bytes") == memory
-    assert kernels.least_limit("cpu.max", "cpu.cfs_quota_us") == cpus
+    assert kernels.least_limit("cpu.max", "cpu.cfs_quota_us", period=100000) == cpus
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):

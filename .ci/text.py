@@ -8,7 +8,7 @@ import tokenize
 from pathlib import Path
 
 FILES = {  # file -> most lines, code tokens, code tokens in a line of code
-    "kernels.py": (1640, 9500, 13), "model.py": (1150, 8900, 10.5),
+    "kernels.py": (1645, 9520, 13), "model.py": (1150, 8900, 10.5),
     "sarathi.py": (2800, 20600, 10.5), "bench.py": (2350, 19950, 11.2),
     "test_sarathi.py": (4100, 43500, 13)}
 LESSON = ("sarathi.py", "model.py", "kernels.py"), 1250  # files, and most lines of all
