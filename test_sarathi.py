@@ -1057,7 +1057,6 @@ def test_autopilot_keeps_its_target():
     (lcfs, "Abacb", "", "04321"),
     (cluster(2), "Abacb", "b", "01243"),
     (cluster(2, lcfs), "abacb", "cb", "43120"),
-    (one_adapter(), "Abacb", "", "02"),
     (one_adapter(patience=1), "Abacb", "b", "14"),
     (one_adapter(patience=2), "Abacb", "c", ""),  # the batch runs out
     (sjf(2.5), "abacb", "", "01243"),  # so long have three of them waited
@@ -1111,7 +1110,7 @@ def test_early_abort():
     # the third has no room, and blocks the last
     (dict(n_page=32), [(10, 3), (10, 9), (10, 7), (10, 2)], [0, 1, 3, 2], 0),
     # none starts if a running one lacks a page for its next token; preempted ones go first
-    (dict(n_page=75, alloc="grow"), [(20, 20)] * 6, [0, 1, 2, 3, 4, 5], 3),
+    (dict(n_page=41, alloc="grow"), [(10, 10)] * 6, [0, 1, 2, 3, 4, 5], 3),
     # pages of rejected drafts are taken back before a request is preempted
     (dict(n_page=64, alloc="grow", draft="ngram", spec=7, alpha=0.01), [(20, 12), (20, 30)],
      [0, 1], 0),
@@ -1139,8 +1138,9 @@ def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden):
         seconds.append(engine.now)
         assert engine.runner.copy_adapter.call_count == 60
     copy = 2 * engine.adapters[0].n_params / 24e9  # bytes over those per second
-    assert engine.record[0].start == approx(4 * copy)  # one after another
     assert seconds[1] - seconds[0] == approx(n_hidden * copy, rel=0.05)
+    ends = [engine.runner.copy_adapter(engine.adapters[0], []) for _ in range(3)]
+    assert ends[2] == approx(engine.now + 3 * copy)  # after the two others
 
 def test_the_pool_has_room_for_an_ordinary_adapter():
     """Of rank 256, beside requests of the whole context, if the memory has room for more. A draft
@@ -1197,7 +1197,6 @@ def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, expecte
     policy.n_drafts(requests, [7, 2], alpha, lambda takers: 1)
     price = Mock(side_effect=lambda takers: 1 + per_draft * sum(takers))
     assert policy.n_drafts(requests, [7, 2], alpha, price) == expected
-    price.assert_any_call([])
     price.assert_any_call([2, 2, 1, 1, 1])  # how many take a first draft, a second one ...
 
 def test_confidence_stops_behind_unsure_drafts():
@@ -1240,16 +1239,15 @@ def test_forced_acceptance_is_like_coins():
 def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
     """Finding out that they are wrong takes less than 1 % of the time; a draft model is spared the
     prompts, but for 16 of 128 [SmartSpec §5]. That they become right is noticed: later requests get
-    as many as in an engine that saw no wrong one [SmartSpec §4.4]."""
+    three per token, and more [SmartSpec §4.4]."""
     def serve_jobs(engine, n, rate):
         rng = random.Random(0)
         for _ in range(n):
             engine.add(Request([0] * rng.randint(20, 90), rng.randint(30, 90)))
         engine.alpha = rate
         return engine.run()
-    without, fresh, engine = (
-        Engine(VLLM, max_batch=B, n_page=B * 200, draft=draft, spec=name, alpha=0.02)
-        for name in ("off", spec, spec))
+    without, engine = (Engine(VLLM, max_batch=B, n_page=B * 200, draft=draft, spec=name, alpha=0.02)
+                       for name in ("off", spec))
     engine.speculator.acceptance = 0.02  # it is no news that they are wrong
     engine.speculator.proposer.idle_share = 1.0
     run = serve_jobs(engine, 12 * B, 0.02)
@@ -1258,9 +1256,8 @@ def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
     assert draft == "ngram" or sorted(spared) == [*range(16, 48)]
     serve_jobs(engine, 120, 0.9)
     before = engine.speculator.n_drafted
-    for one in (engine, fresh):
-        serve_jobs(one, 60, 0.9)
-    assert engine.speculator.n_drafted - before > 0.8 * fresh.speculator.n_drafted > 500
+    serve_jobs(engine, 60, 0.9)
+    assert engine.speculator.n_drafted - before > 4000
 
 # -----------------------------------------------------------------------------
 # the runner: verification, adapters, graphs, tensor parallelism
@@ -1275,9 +1272,8 @@ def test_sampled_speculation_is_lossless(source, is_broken, monkeypatch):
             sarathi, "verify", lambda p, q, *others: kernels.verify(p, q.roll(1, 1), *others))
     config = replace(TINY, n_layer=1, n_embd=32, n_inner=48, vocab_size=8, block_size=16)
     model = random_model(config)
-    draft = source
-    if source != "ngram":
-        draft = random_model(replace(config, vocab_size=source), noise=1.0)
+    draft = source if source == "ngram" else random_model(
+        replace(config, vocab_size=source), noise=1.0)
     engine = Engine(model, "orca", max_batch=350, n_page=350 * 16, spec=2, seed=3, draft=draft)
     tokens = [1, 2, 3, 1, 2, 4, 1, 2]
     outputs = torch.tensor(engine.generate([tokens] * 2000, 4, temperature=3.0, top_k=6))
@@ -1305,7 +1301,7 @@ def test_sampled_tokens_depend_on_their_seed_alone(scheduler):
     for i, request in enumerate(requests):
         request.seed = 2**63 // i if i % 2 else None
         request.top_k = 9 * (i % 2)
-        request.top_p = 0.9 if i % 3 == 0 else 1.0
+        request.top_p = 1 - 0.1 * (i % 3 == 0)
     engine = serve(TARGET, requests, scheduler, chunk=16, max_batch=4, n_page=75, alloc="grow",
                    cost=COST, seed=7)
     assert [request.seed for request in requests[::2]] == [(7 << 24) + i for i in (0, 2, 4)]
@@ -1399,53 +1395,56 @@ def test_graphs_change_no_operator(unwritten_memory_is_nan, monkeypatch):
     serve(TARGET, requests, chunk=16, max_batch=2, draft=sarathi.Zeros(), spec=2)
     check_tokens(requests)
 
-SHARED = [("llama", "model"), ("gpt2", "ngram"), ("qwen3", None)]  # and the source of drafts
+SHARED = [("llama", TARGET), ("gpt2", "ngram"), ("qwen3", None)]  # and the source of drafts
+
+def serve_with_others(engine, folder, world):
+    """Serve, with an adapter that is replaced -> outputs; bytes that are sent for the last one"""
+    outputs = engine.generate([prompt(30), prompt(29)], 5, ["odd", None])
+    request = Request(prompt(18), 5, "odd")
+    engine.add(request)
+    engine.step()
+    engine.add_adapter("odd", folder)  # while the request runs
+    engine.reset()  # it waits again, and the old adapter is copied again
+    outputs += request.output, *engine.generate([prompt(18)], 5, "odd")
+    engine.add_adapter("last", 64)
+    n = world.size
+    sent = []
+    world.all_reduce = lambda x: sent.append(
+        2 * (n - 1) * x.nbytes // n) or World.all_reduce(world, x)
+    world.all_gather = lambda x: sent.append((n - 1) * x.nbytes) or World.all_gather(world, x)
+    outputs += engine.generate([prompt(30)], 6, "last")
+    return outputs, sum(sent)
 
 def serve_share(folder, world, name, draft):
-    """Serve with a share of a model, or follow rank 0 -> outputs; bytes sent for the last one"""
+    """Serve with a share of a model, or follow rank 0 -> outputs"""
     if name == "qwen3":
         model = GPT.from_preset(QWEN3, float32, seed=4, world=world)
     else:
         model = GPT.from_pretrained(folder / name, world=world)
-    config = model.config
-    ranks = {module: 3 + 5 * i for i, module in enumerate(config.modules)}
-    sources = dict(odd=random_adapter(ranks, config), small=random_adapter(1, config))
-    draft = draft_model(0.3) if draft == "model" else draft
-    engine = start(model, [], adapters=sources, chunk=20, n_page=900,
+    odd = random_adapter(dict(zip(model.config.modules, range(1, 40, 5))), model.config)
+    engine = start(model, [], adapters={"odd": odd}, chunk=20, n_page=900,
                    draft=None if world.rank else draft)
-    outputs = []
-    n_bytes = []
+    outputs = None
     if world.rank:
         engine.runner.worker_loop()
     else:
-        outputs += engine.generate([prompt(30 - i, i) for i in range(3)], 5, ["odd", None, "small"])
-        request = Request(prompt(18), 5, "small")
-        engine.add(request)
-        engine.step()
-        engine.add_adapter("small", folder / "adapter" / name)  # while the request runs
-        engine.reset()  # it waits again, and the old adapter is copied again
-        outputs += request.output, *engine.generate([prompt(18)], 5, "small")
-        engine.add_adapter("last", 64)
-        n = world.size
-        world.all_reduce = lambda x: n_bytes.append(
-            2 * (n - 1) * x.nbytes // n) or World.all_reduce(world, x)
-        world.all_gather = lambda x: n_bytes.append(
-            (n - 1) * x.nbytes) or World.all_gather(world, x)
-        outputs += engine.generate([prompt(30)], 6, "last")
-        if n > 1:
+        outputs, n_bytes = serve_with_others(engine, folder / "adapter" / name, world)
+        # B = 35 tokens, h = 128, r = 64, two layers, float32; two all-reduces [S-LoRA §6]
+        numbers = (world.size - 1) * (4 * 35 * 128 + 5 * 35 * 64) // world.size
+        assert draft or n_bytes == 2 * 4 * numbers
+        if world.size > 1:
             engine.runner.broadcast_call("stop")
     with pytest.raises(ValueError, match="rank 0 adds") if world.rank else nullcontext():
         engine.add_adapter(f"of rank {world.rank}", 1)
-    return outputs, sum(n_bytes)
+    return outputs
 
 def run_rank(rank, n, port, folder):
-    torch.set_num_threads(1)
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank),
                        WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
     world = World.start(n)
-    results = [serve_share(folder, world, *case) for case in SHARED]
-    if rank == 0:
-        torch.save(results, folder / "results")
+    for case in SHARED:
+        outputs = serve_share(folder, world, *case)
+        assert rank or outputs == serve_share(folder, World(), *case)
     if rank == n - 1:
         world.all_reduce = lambda x: os._exit(0)  # it dies, and all others end with an error
     with pytest.raises(RuntimeError):
@@ -1465,12 +1464,6 @@ def test_tensor_parallelism(tmp_path, n=4):
     deadline = time.monotonic() + 180  # far more than it takes
     while not group.join(5):
         assert time.monotonic() < deadline, "a rank hangs"
-    outputs, n_bytes = zip(*torch.load(tmp_path / "results"))
-    assert [*outputs] == [serve_share(tmp_path, World(), *case)[0] for case in SHARED]
-    # B = 35 tokens, h = 128, r = 64, two layers, float32 [S-LoRA §6]
-    of_model = 2 * (2 * (n - 1) * 35 * 128 // n)  # two all-reduces
-    of_adapters = 5 * (n - 1) * 35 * 64 // n
-    assert n_bytes[-1] == 2 * 4 * (of_model + of_adapters)
 
 # -----------------------------------------------------------------------------
 # the simulator, its costs, and figures
@@ -1487,6 +1480,7 @@ def test_the_simulator_plans_as_the_engine(scheduler, options):
         records.append([rows_of(engine, place) for place in range(4)])
         check_pages(engine)
     assert records[0] == records[1]
+    assert engine.speculator.n_accepted
     assert len(options) == 1 or n_preempted(engine)
 
 @each("options", [dict(max_batch=0), dict(scheduler="autopilot"), dict(lora="merge"),
@@ -1547,10 +1541,9 @@ def test_a_gpu_of_a_file(tmp_path):
     fields = sarathi.GPUS["a100"]._asdict()
     path.write_text(json.dumps(fields | dict(name="mine", flops=312000000000000)))
     assert sarathi.data_sheet(path) == sarathi.GPUS["a100"]
-    for wrong in ({}, fields | dict(flops="x")):
-        path.write_text(json.dumps(wrong))
-        with pytest.raises(ValueError, match="mine.json.*flops"):
-            sarathi.data_sheet(str(path))
+    path.write_text(json.dumps(fields | dict(flops="x")))
+    with pytest.raises(ValueError, match="mine.json.*flops"):
+        sarathi.data_sheet(str(path))
 
 def test_run_counts_all_requests():
     early = Request([0], arrival=1.0, state="length", output=[1, 2, 3], times=[2.0, 3.0, 6.0])
@@ -1563,8 +1556,7 @@ def test_run_counts_all_requests():
         "requests": 3, "tokens/s": 9 / 8, "output tokens/s": 6 / 8,
         "TTFT p50 ms": 2000, "TTFT p99 ms": approx(6900), "TPOT p50 ms": 1500,
         "TPOT p99 ms": approx(1990), "stall p50 ms": 2000, "stall p99 ms": approx(2980)}
-    lines = str(sarathi.Metrics([], 0.0)).splitlines()
-    assert lines[2].startswith("| run | 0        | 0        | 0               | nan  ")
+    assert "\n| run | 0        | 0        | 0               | nan " in f"{sarathi.Metrics([], 0.0)}"
     # targets: of each request alone, or of the half and the 99 % of all
     assert run.goodput(6.0) == 2 / 8 and run.attainment(6.0, 2.9) == 1 / 4
     assert run.meets(2.0, 3.0) and not run.meets(1.9, 3.0) and not run.meets(2.0, 2.9)
