@@ -1238,8 +1238,8 @@ def test_forced_acceptance_is_like_coins():
 @each("draft, spec, B", [("ngram", "goodput", 16), (SMALL, "goodput_request", 4)])
 def test_drafts_that_do_not_pay_are_hardly_tried_until_they_do(draft, spec, B):
     """Finding out that they are wrong takes less than 1 % of the time; a draft model is spared the
-    prompts, but for 16 of 128 [SmartSpec §5]. That they become right is noticed: later requests get
-    three per token, and more [SmartSpec §4.4]."""
+    prompts, but for 16 of 128 [SmartSpec §5]. That they become right is noticed: later
+    requests get more drafts than they have tokens [SmartSpec §4.4]."""
     def serve_jobs(engine, n, rate):
         rng = random.Random(0)
         for _ in range(n):
