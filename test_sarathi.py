@@ -35,7 +35,7 @@ from itertools import accumulate, chain, combinations, cycle, pairwise, product
 from pathlib import Path
 from threading import Thread
 from tempfile import TemporaryDirectory
-from operator import is_, mul
+from operator import is_
 from unittest.mock import DEFAULT, Mock
 
 # kernels before torch: it sets how torch's threads wait
@@ -51,7 +51,6 @@ from sarathi import (SCHEDULERS, CostModel, EarlyAbort, Engine, Fair, Feed, Iter
                      IterationStats, Request, cluster, edf, fcfs, lcfs, one_adapter,
                      run_command_line, sjf)
 
-import huggingface_hub
 import matplotlib.image
 import numpy as np
 import pytest
@@ -60,8 +59,6 @@ import torch
 import torch.nn.functional as F
 from pytest import approx
 from safetensors.torch import load_file, save_file
-from tokenizers import decoders, normalizers
-from tokenizers import pre_tokenizers as splitters
 from torch import bfloat16, float16, float32
 from torch.utils._python_dispatch import TorchDispatchMode
 
