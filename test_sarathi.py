@@ -2757,8 +2757,7 @@ DIGESTS = {
 
 @each("name", [name for name, what in EXPERIMENTS.items() if what.only != "measured"])
 def test_every_claim_has_its_point(name, monkeypatch):
-    """And a table, and a picture. No number has moved: DIGESTS are weighted means of their logarithms
-    in small runs."""
+    """And a table, and a picture. DIGESTS, weighted means of the numbers' logarithms, stay."""
     for make in ("gamma_jobs", "zipf_jobs"):
         monkeypatch.setattr(bench, make, fewer(getattr(bench, make)))
     place = simulated(name, f"{name} --size small {SMALL_FLAGS.get(name, '')}")
@@ -2772,13 +2771,11 @@ def test_every_claim_has_its_point(name, monkeypatch):
     assert np.isfinite(numbers).all()
     digest = np.average(np.log(np.maximum(numbers, 1e-3)), weights=range(1, 1 + len(rows)))
     assert digest == approx(DIGESTS.get(name, digest), abs=3e-4)
-    text = bench.tables(EXPERIMENTS[name], list(rows.values()))
-    assert ("| paper " in text) == bool(claims)
+    assert ("| paper " in bench.tables(EXPERIMENTS[name], [*rows.values()])) == bool(claims)
     check_picture(name, [*rows.values()])
 
 def check_picture(name, rows):
-    """Each row with an x is a point of one line, and so is the paper's number; no two lines of a
-    panel look the same."""
+    """Each row with an x is a point, and the paper's number, too; no two lines look the same."""
     what = EXPERIMENTS[name]
     for ax in bench.draw(rows, what).axes:
         own = [row for row in rows if row["at"][0] == ax.get_title() and (  # no ratios
@@ -2809,21 +2806,19 @@ def test_papers_own_arithmetic():
     assert [bench.tree_size(tree) for tree in ((1, 1, 1), (3, 2, 2), (3, 2, 3))] == [3, 21, 27]
 
 def test_capacity_and_attainment_are_the_most_that_meets_targets():
-    """At a rate 4 % higher a target is missed; with chunks an A100 serves more, but not as much as
-    was tried; no higher share at a higher rate, but for noise; under targets that no iteration can
-    meet none."""
+    """At a rate 4 % higher a target is missed; chunks serve more, if not all that was tried; shares
+    fall with the rate, but for noise; under a target that no iteration meets, the rate is 0."""
     words = "--hardware a100 --size small --schedulers prefill_first,sarathi --output 120..160"
     for name, is_good in (
             ("capacity", lambda run: run.meets(2, 0.1)),
             ("attainment", lambda run: run.attainment(2, 0.1) >= 0.99)):
         place = simulated(name, f"{name} {words}")
         rows = [*EXPERIMENTS[name].run(place)]
-        limits = {row.series: row.ours for row in rows if row.x == ""}
-        serve_at, most = bench.under_load(place)
-        limit = limits["prefill_first"]
+        limit, most = [row.ours for row in rows if row.x == ""]
+        serve_at, tried = bench.under_load(place)
         for rate, good in ((limit, True), (1.04 * limit, False)):
             assert is_good(serve_at(rate, dict(scheduler="prefill_first"))) == good
-        assert place.args.chunk == 512 and 2 * limit < limits["sarathi"] < 2 * most
+        assert place.args.chunk == 512 and 2 * limit < most < 2 * tried
     shares = [row.ours for row in rows if row.series == "prefill_first"][:7]
     assert shares[0] > 0.9 and len({*shares}) > 4
     assert all(later <= share + 0.05 for share, later in pairwise(shares))
@@ -2831,36 +2826,25 @@ def test_capacity_and_attainment_are_the_most_that_meets_targets():
     assert [row.ours for row in EXPERIMENTS["capacity"].run(place)] == [0, 0]
 
 def test_scoreboard(monkeypatch):
-    """Its rows are those that are kept. Ctrl-C ends its processes, not only when they are done."""
-    processes = []
-
-    def interrupt(*_, **__):
-        processes.extend(multiprocessing.active_children())
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(bench, "tqdm", interrupt)
-        bench.scoreboard(arguments())
-    assert processes and all(process.exitcode == -signal.SIGTERM for process in processes)
+    """Its rows are those that are kept, and so is what they count. Each miss has a reason."""
     names = ("table4", "fig3", "fig7", "spec_fig5")
     monkeypatch.setattr(bench, "CLAIMS", {name: CLAIMS[name] for name in names})
     found = {(row["experiment"], *row["at"]): row["ours"]
              for row in bench.scoreboard(arguments())}
     assert found == approx({at: SCOREBOARD[at]["ours"] for at in SCOREBOARD if at[0] in names})
-    reasons = "ours:", "the paper contradicts itself:", "no text says why:"
-    assert all(row["inside"] or row["note"].startswith(reasons) for row in SCOREBOARD.values())
     *counts, _ = bench.count_runs(SCOREBOARD.values())
     assert "\n".join(counts) in (ASSETS / "results.md").read_text(encoding="utf8")
+    reasons = "ours:", "the paper contradicts itself:", "no text says why:"
+    assert all(row["inside"] or row["note"].startswith(reasons) for row in SCOREBOARD.values())
 
 def test_papers_numbers_stand_where_they_hold():
-    """On their hardware, at the lengths that were run. Batches are the paper's, but for a given
-    length, and for what does not fit the model."""
-    for gpu, papers in ("a6000", [None, 1.33]), ("h200", [None, None]):
+    """On their hardware, at the lengths that were run; so do the paper's batches, if they fit."""
+    for gpu, paper in ("a6000", 1.33), ("h200", None):
         on = bench.Hardware("llama-13b", gpu)
-        place = bench.simulate(arguments("table4 --lengths 512,1024"), on)
-        rows = [*EXPERIMENTS["table4"].rows(place)][1:4:2]
-        assert [row["what"] for row in rows] == ["throughput, L = 512", "throughput, L = 1024"]
-        assert [row["paper"] for row in rows] == papers
-        assert place.batches == [(512, 6), (1024, 6)]
+        rows = EXPERIMENTS["table4"].rows(bench.simulate(arguments("--lengths 512,1024"), on))
+        papers = {row["what"]: row["paper"] for row in rows}
+        assert papers["throughput, L = 512"] is None
+        assert papers["throughput, L = 1024"] == paper
     place = bench.simulate(arguments(), bench.Hardware("gpt2", "a100"))
     assert place.batches == [(1024, 18)]
 
@@ -2881,15 +2865,13 @@ def test_experiment_measures(name, monkeypatch):
     rows = list(EXPERIMENTS[name].rows(place))
     assert rows and all(math.isfinite(row["ours"]) for row in rows)
     assert {row["source"] for row in rows} == {"measured"}
-    assert name == "fidelity" or {row["paper"] for row in rows} == {None}
 
 @each("words, source, prompts", [
     ("", "model", [b'"""The pap']),  # pieces of this project's files
     ("--model tiny --draft own.py:Own --prompts text", "Ngram", [b"One.", b"Two\nlines.", b"One."]),
 ])
 def test_drafts_are_measured_on_text(words, source, prompts, monkeypatch, tmp_path):
-    """With tiny and its draft, or --model and --draft, and by prompt lookup. All are tried once
-    before; no graph is recorded while they are timed."""
+    """With tiny and its draft, or --model and --draft. Graphs are recorded before that."""
     model = random_model(GPTConfig(1, 2, 32, 64, vocab_size=257, block_size=512))
     for name in ("tiny", "draft"):
         model.save_pretrained(tmp_path / "cache" / name)
@@ -2905,17 +2887,13 @@ def test_drafts_are_measured_on_text(words, source, prompts, monkeypatch, tmp_pa
     monkeypatch.setattr(Engine, "generate", lambda engine, prompts, *args: engine.is_warm and (
         served.append(prompts) or generate(engine, prompts, *args)))
     place = bench.Place(arguments(f"spec_here --seconds 0 {words}"), model, "")
-    rows = EXPERIMENTS["spec_here"].rows(place)
-    ours = {tuple(row["at"][:2]): row["ours"] for row in rows}
+    ours = {tuple(row["at"][:2]): row["ours"] for row in EXPERIMENTS["spec_here"].rows(place)}
     assert len(ours) == 1 + 3 * 2 * 9
     assert ours["accepted, 24", "wrong, goodput"] == 0 < ours["B = 6", "wrong, goodput"]
-    lookup = ours["accepted, 6", "lookup, k = 5"]
-    # the draft model is the same model, and the own class is lookup
+    lookup = ours["accepted, 6", "lookup, k = 5"]  # as Own; the draft model is the same model
     assert ours["accepted, 6", f"{source}, k = 5"] == (lookup if words else 1)
-    lengths = [*map(len, served)]
-    assert {*lengths[:10]} == {1} and {*lengths} == {1, 6, 24}
-    texts = [bytes(tokens) for tokens in served[-1]]
-    assert all(text.startswith(prompt) for text, prompt in zip(texts, prompts))
+    assert {*map(len, served[:10])} == {1} and {*map(len, served)} == {1, 6, 24}
+    assert all(bytes(tokens).startswith(text) for tokens, text in zip(served[-1], prompts))
 
 def test_measurements_on_a_fake_clock(monkeypatch):
     """An iteration takes 1 ms per row, a quarter of it for attention. In the first one, kernels are
@@ -2993,14 +2971,12 @@ def test_intervals_cover_the_time_of_each_request(n_stage, tmp_path):
     assert max(ends.values()) == 1e6 * record[-1].end
 
 TRACES = [  # columns of arrival, prompt and output; of blocks, and how long these are
-    ("Arrival", "prompt", " Output"),
-    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),  # Azure's
-    ("Timestamp", "Request tokens", "Response tokens"),  # BurstGPT's
+    ("Arrival", "prompt", " Output"), ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    ("Timestamp", "Request tokens", "Response tokens"),  # BurstGPT's; before it Azure's
     ("arrived_at", "num_prefill_tokens", "num_decode_tokens"),  # Vidur's
     ("timestamp", "input_length", "output_length"),  # guidellm's
     ("timestamp", "input_length", "output_length", "hash_ids", 512),  # Mooncake's, in ms
-    ("timestamp", "input_length", "output_length", "hash_ids", 16, "chat_id"),  # Bailian's
-]
+    ("timestamp", "input_length", "output_length", "hash_ids", 16, "chat_id")]  # Bailian's
 
 UNITS = [  # how a time in ms is written
     lambda ms: ms / 1000, lambda ms: 1760000000000 + ms, lambda ms: (1760000000000 + ms) * 10**6,
@@ -3008,8 +2984,7 @@ UNITS = [  # how a time in ms is written
 
 @each("columns", TRACES)
 def test_traces_are_read_back(columns, tmp_path, capsys):
-    """Random jobs, of a window, at a speed. If a byte is changed, rows are left out or have other
-    numbers, or one line names the file."""
+    """Random jobs of a window. A changed byte changes rows, or one line names the file."""
     rng = random.Random(SEED)
     names = [*columns[:4], *columns[5:], "Class"]
     for unit, is_json in product(UNITS, (True, False)):
@@ -3018,12 +2993,13 @@ def test_traces_are_read_back(columns, tmp_path, capsys):
         jobs = [(t, rng.randint(0, 40), rng.randint(0, 40)) for t in ms]
         rows = [dict(zip(names, (write(t), *others, *([7], 1)[:len(names) - 4], f"{t}")))
                 for t, *others in jobs]
-        lines = [json.dumps(row) if is_json else ",".join(f'"{value}"' for value in row.values())
-                 for row in rows]
-        lines = lines if is_json else [",".join(names), *lines]
+        lines = [json.dumps(row if is_json else [*row.values()]) for row in rows]
+        if not is_json:
+            lines = [",".join(names), *(line[1:-1] for line in lines)]
         data = rng.choice(["\n", "\r\n", "\n\n"]).join(lines).encode("utf-8-sig")
         path = tmp_path / rng.choice(["jobs.csv", "jobs.gz"])
-        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        data = gzip.compress(data) if path.suffix == ".gz" else data
+        path.write_bytes(data)
         window = [job for job in jobs if 60000 <= job[0] - ms[0] < 480000]
         served = [job for job in window if min(job[1:]) > 0 and sum(job[1:]) <= 70]
         found = bench.read_jobs(f"{path}", 70, (60, 480), speed=4)
@@ -3035,7 +3011,6 @@ def test_traces_are_read_back(columns, tmp_path, capsys):
         assert bench.read_jobs(f"{path}", 70, (60, 480), 9, 4) == found[:9]
         if len(columns) > 3 and is_json:
             assert (found[0].blocks, found[0].size) == ((7,), columns[4])
-        data = path.read_bytes()
         for i in rng.choices(range(len(data)), k=9):
             path.write_bytes(data[:i] + bytes([rng.randrange(256)]) + data[i + 1:])
             try:
@@ -3048,8 +3023,7 @@ def test_traces_are_read_back(columns, tmp_path, capsys):
     ("timestamp,input_length,output_length,hash_ids\n0,5,5,\n6,5,5,\n", "0.006 s are not pl"),
     ("timestamp,input_length,output_length\n0,5,5\n27000,5,5\n", "2.7e.04 s are not pl"),
     ("arrival,prompt,output\n0,5,5\n1,5.5,5\n", "row 2: 5.5 tokens: must be a whole number"),
-    *((f"arrival,prompt,output\n{date},5,5\n", f"row 1: {date} as seconds since 1970 = .*: must be")
-      for date in (20261128103000, 2611281030)),
+    ("arrival,prompt,output\n2611281030,5,5\n", "row 1: 2611281030 as seconds since 1970"),
     ("arrival,prompt,output\n0,0,5\n0,5,0\n0,60,5\n0,-1,5\n", "no request is left to serve: 4"),
 ])
 def test_a_wrong_trace_is_one_clear_line(text, needle):
@@ -3077,13 +3051,11 @@ def test_made_up_prompts_share_what_they_should():
 def test_serve_keeps_clients_and_arrivals():
     jobs = [bench.Job(5.0 * i, 9, 4 + i) for i in range(7)]
     engine = Engine(COST, max_batch=8, record=[])
-    run = bench.serve(engine, jobs, clients=3)
+    bench.serve(engine, jobs, clients=3)
     assert max(len(rows) for rows in rows_of(engine, 2) if max(rows) > 0) == 3
     engine.clock.t = 100.0
     run = bench.serve(engine, jobs)
     assert [r.arrival for r in run.requests] == [100 + job.arrival for job in jobs]
-    n_token = sum(job.prompt + job.output for job in jobs)
-    assert run.tokens_per_second == approx(n_token / run.seconds)
 
 # -----------------------------------------------------------------------------
 # command lines
@@ -3192,8 +3164,6 @@ OWN = """
 from sarathi import Memory, Policy, Sarathi
 class Mine(Sarathi):
     pass
-class Same(Memory):
-    pass
 class One(Policy):
     def n_drafts(self, requests, limits, acceptance, price):
         return [min(1, limit) for limit in limits]
@@ -3211,32 +3181,27 @@ def newest(waiting, running, now):
     ("slora_fig6 --model llama-7b", "slora_fig6 has the paper's models: leave out --model"),
     ("fig3 --context 4096", "--hardware"),
     ("spec_here", "model 'tiny': is not trained yet, run `python model.py`"),
-    ("spec_here --model llama-30m --prompts latin.txt", "latin.txt: 'utf-8' codec"),
     ("online --scheduler own.py:Yours", "own.py:Yours: must be a Scheduler"),
     ("--explain --chunk 8", "--chunk has no effect with"),
     ("--tokens 1 --html x", "--html has no effect without"),
     ("--tokens 1 --template a=1", "--system and --template have no"),
-    ("--tokens 1 --template x", "invalid key_value value: 'x'"),
 ])
 def test_mistakes_are_one_line(monkeypatch, capsys, tmp_path, words, needle):
     monkeypatch.setattr(model_py, "CACHE", tmp_path)
     monkeypatch.chdir(tmp_path)
-    Path("latin.txt").write_bytes(b"caf\xe9")
     Path("own.py").write_text(OWN)
     main = sarathi.main if words.startswith("--") else bench.main
     status, out, err = command(monkeypatch, capsys, words, main)
     assert status == 2 and needle in err and not out
-    assert re.fullmatch("(llama-30m, .*\n)?bench.py: .*\n", err)
+    assert re.fullmatch("bench.py: .*\n", err)
 
 def test_how_a_command_ends(monkeypatch, capsys):
     """torch without memory is one line, another error of its is not; nor is a closed pipe."""
-    def fail(text):
-        raise RuntimeError(text)
     text = "CUDA out of memory. Tried to allocate 20.00 GiB"
-    ended = command(monkeypatch, capsys, "", partial(fail, text))
+    ended = command(monkeypatch, capsys, "", Mock(side_effect=RuntimeError(text)))
     assert ended == (2, "", f"bench.py: {text}\n")
     with pytest.raises(RuntimeError):
-        command(monkeypatch, capsys, "", partial(fail, "a bug"))
+        command(monkeypatch, capsys, "", Mock(side_effect=RuntimeError("a bug")))
     end, pipe = os.pipe()
     os.close(end)
     monkeypatch.setattr(sys, "stdout", open(pipe, "w"))
@@ -3247,7 +3212,6 @@ def test_how_a_command_ends(monkeypatch, capsys):
 def test_what_comes_out_of_a_run_that_is_stopped(monkeypatch, capsys, tmp_path):
     """Tables, rows, pictures and a trace of the first experiments, and what the last one has"""
     def endless(place):
-        """Two rows, and Ctrl-C"""
         yield bench.Row("first", [1.0, 2.0, 6.0], x=1)
         yield bench.Row("second", math.nan, x=1)
         raise KeyboardInterrupt
@@ -3258,11 +3222,7 @@ def test_what_comes_out_of_a_run_that_is_stopped(monkeypatch, capsys, tmp_path):
     assert status == 130 and [*re.findall("^### (.*)", out, re.M)] == words.split()[:3]
     assert re.search(r"^\| prefill_first( +\| [0-9.]+){5} +\|\n", out, re.M)
     assert "| 1025 " in out and "| second " in out
-    report = json.loads(Path("rows").read_text())
-    assert report["experiment"] == "timeline fig7 fig3 fig4"
-    assert re.fullmatch(r"\w* \d{4}-\d\d-\d\d", f"{report['commit']} {report['date']}")
-    assert {row["machine"] for row in report["rows"]} == {"llama-13b on 1 x a6000, simulated"}
-    *others, first, second = report["rows"]
+    *others, first, second = json.loads(Path("rows").read_text())["rows"]
     assert len(others) == 15 + 24 + 2  # points, ratios of the paper
     assert (first["ours"], first["spread"]) == (2.0, (4.0 - 1.5) / 2)  # median and quartiles
     assert second["ours"] is None  # JSON has no NaN
@@ -3279,10 +3239,9 @@ def test_noise_and_long_names(tmp_path):
     """Noise is a mark beside its number. A legend has room for long names."""
     rows = [dict(at=["time", 200 * name, 1], ours=ours, spread=spread, paper=None)
             for name, ours, spread in (("a", 1.73, 0.69), ("b", -60.0, 3.0), ("c", 4.0, 0.5))]
-    what = EXPERIMENTS["fig8"]
-    (_, *line), = lines_of(bench.tables(what, rows)).values()
+    (_, *line), = lines_of(bench.tables(EXPERIMENTS["fig8"], rows)).values()
     assert line == ["1.73 ± 0.69 (noise)", "-60 ± 3 (noise)", "4 ± 0.5"]
-    bench.save_figure(bench.draw(rows, what), "title", tmp_path / "figure.png")
+    bench.save_figure(bench.draw(rows, EXPERIMENTS["fig8"]), "title", tmp_path / "figure.png")
 
 @pytest.fixture
 def online(monkeypatch, capsys):
@@ -3301,13 +3260,11 @@ def test_online_shows_parts_of_ones_own(online, tmp_path):
     own.write_text(OWN)
     words = (f"--rate 9 --seeds 1 --schedulers sarathi,{own}:Mine --order fcfs,{own}:newest "
              f"--spec {own}:One")
-    lines, rows, *_ = online(words)
+    lines, *_ = online(words)
     names = ["sarathi, newest", "Mine, fcfs", "Mine, newest", "One, fcfs", "One, newest",
              "goodput, newest", "sarathi, fcfs", "goodput, fcfs"]
     assert [*lines] == names and len(lines["One, fcfs"]) == 12
-    assert {name for _, name in rows} == {*names}
     assert lines["Mine, fcfs"] == lines["sarathi, fcfs"] != lines["One, fcfs"]
-    assert lines["One, newest"] != lines["One, fcfs"]
     assert lines["Mine, newest"] == lines["sarathi, newest"] != lines["sarathi, fcfs"]
     for word, code in (("pass", "plan = lambda *args: {}['key']"), ("waiting[::-1]", "{}['key']")):
         own.write_text(OWN.replace(word, code))
@@ -3321,15 +3278,25 @@ def figures_of(requests):
     return {"TTFT p50": 1e3 * np.median(ttfts), "good": np.mean(ttfts <= 0.3),
             "tokens/s": sum(r["prompt"] + r["output"] for r in requests) / max(ends)}
 
-@each("by, flags", [("prompt", ""), ("adapter", "--adapters 3"), ("class", "--jobs trace.csv")])
-def test_online_says_who_pays(by, flags, online, monkeypatch, tmp_path):
-    """Medians over the seeds, recomputed from each run's requests. All ways have the same arrivals,
-    a seed those of a run with it alone."""
+@each("by, seeds, flags, line", [
+    ("prompt", [7, 8, 9], "--rate 4 --prompt 64..128 --output 9",
+     "32 requests over 11.27 s, prompts of 68 to 127 tokens, outputs of 9 to 9"),
+    ("adapter", [7, 8, 9], "--rate 4 --adapters 3 --jobs lengths.csv --cv 0",
+     "32 requests over 8 s, prompts of 64 to 64 tokens, outputs of 4 to 4"),
+    ("class", [7], "--jobs trace.csv --context 20000 --window 0..20 --speed 0.5",
+     "20 requests over 38 s, prompts of 11900 to 12071 tokens, outputs of 20 to 20"),
+])
+def test_online_says_who_pays(by, seeds, flags, line, online, monkeypatch, tmp_path):
+    """Medians over the seeds, recomputed from each run's requests; alone a seed has the same."""
     monkeypatch.chdir(tmp_path)
+    Path("lengths.csv").write_text("prompt,output\n" + "64,4\n" * 32)
     Path("trace.csv").write_text("arrival,prompt,output,class\n" + "".join(
-        f"{i},{90 + 9 * i},20,{i % 3}\n" for i in range(32)))
-    words = f"--rate 4 --ttft 0.3 --tbt 9 --schedulers orca,sarathi --by {by} {flags}"
-    _, rows, requests, _ = online(f"{words} --seed 7 --seeds 3")
+        f"{i},{11900 + 9 * i},20,{i % 3}\n" for i in range(32)))
+    made = Mock(side_effect=Engine)
+    monkeypatch.setattr(bench, "Engine", made)
+    words = f"--ttft 0.3 --tbt 9 --max-batch 3 --schedulers orca,sarathi --by {by} {flags}"
+    _, rows, requests, err = online(f"{words} --seed 7 --seeds 3")
+    assert err.endswith(f"{line}\n") and {call.args[3] for call in made.call_args_list} == {3}
     classes = [r["by"] for r in sorted(requests, key=lambda r: r["prompt"])]
     if by == "prompt":  # thirds
         assert classes == sorted(classes) and min(Counter(classes).values()) > 60
@@ -3337,42 +3304,16 @@ def test_online_says_who_pays(by, flags, online, monkeypatch, tmp_path):
         speeds = []
         for label in ("", *sorted({*classes})):
             runs = [figures_of([r for r in requests if label in ("", r["by"]) and (
-                r["scheduler"], r["seed"]) == (name, seed)]) for seed in (7, 8, 9)]
+                r["scheduler"], r["seed"]) == (name, seed)]) for seed in seeds]
             speeds.append([run["tokens/s"] for run in runs])
             for figure in runs[0]:
                 row = rows[figure, f"{name}, {label}".removesuffix(", ")]
-                values = [run[figure] for run in runs]
-                low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+                low, middle, high = np.quantile([run[figure] for run in runs], (0.25, 0.5, 0.75))
                 assert (row["ours"], row["spread"] or 0) == approx((middle, (high - low) / 2))
         jain = np.sum(speeds[1:], 0) ** 2 / 3 / np.square(speeds[1:]).sum(0)
         assert rows["Jain", name]["ours"] == approx(np.median(jain))
-    alike = [[(r["arrival"], r["prompt"]) for r in requests if r["scheduler"] == name]
-             for name in ("orca", "sarathi")]
-    assert alike[0] == alike[1]
-    *_, alone, _ = online(f"{words} --seed 8 --seeds 1")
-    assert by == "prompt" or alone == [r for r in requests if r["seed"] == 8]
-
-@each("words, n_run, line", [
-    ("--rate 0.5 --prompt 64..128 --output 9", 5,
-     "32 requests over 60.81 s, prompts of 65 to 127 tokens, outputs of 9 to 9"),
-    ("--jobs lengths.csv --rate 0.5 --cv 0", 1,
-     "32 requests over 64 s, prompts of 64 to 64 tokens, outputs of 4 to 4"),
-    ("--jobs long.csv --context 20000 --window 0..9 --speed 0.5", 1,
-     "2 requests over 10 s, prompts of 11990 to 11990 tokens, outputs of 10 to 10"),
-])
-def test_online_flags(words, n_run, line, online, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    Path("lengths.csv").write_text("prompt,output\n" + "64,4\n" * 32)
-    Path("long.csv").write_text("arrival,prompt,output\n" + "".join(
-        f"{arrival},11990,10\n" for arrival in (0, 5, 10)))
-    made = Mock(side_effect=Engine)
-    monkeypatch.setattr(bench, "Engine", made)
-    _, rows, _, err = online(f"--schedulers sarathi --max-batch 3 {words}")
-    assert err.endswith(f"{line}\n")
-    row = rows["runs", "sarathi"]
-    assert row["ours"] == n_run and row["machine"].startswith(
-        "llama-13b on 1 x a100, simulated; up to 3 requests in a batch")
-    assert {call.args[3] for call in made.call_args_list} == {3}
+    *_, alone, _ = online(f"{words} --seed {seeds[-1]} --seeds 1")
+    assert by == "prompt" or alone == [r for r in requests if r["seed"] == seeds[-1]]
 
 def test_triton_in_its_interpreter(interpreter):
     pytest.importorskip("triton")
@@ -3408,7 +3349,6 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
                 output[id] += new
     assert outputs["sarathi"] == outputs["orca"] and outputs["orca"][0] == tokens[10:]
     texts, _, steps = explained("sarathi")
-    assert len(texts) <= 12
     for what in ("starts", "is preempted", "; ends", "is loaded", "is evicted", "0 drafts accepted",
                  "2 drafts accepted", "the scheduler or the order",
                  "needs 11 pages (tokens 6, adapter b 4, kept free for others 1), free: 7"):
@@ -3416,15 +3356,14 @@ def test_explain_is_true_and_shows_what_the_papers_are_about():
     assert ["decode", "prefill chunk"] in [[feed["kind"] for feed in s["feeds"]] for s in steps]
 
 def test_explain_takes_parts_of_ones_own(tmp_path):
-    (tmp_path / "own.py").write_text(OWN.replace("from sarathi", "from beside"))
-    (tmp_path / "beside.py").write_text("from sarathi import Memory, Policy, Sarathi, fcfs")
+    (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "named.py").write_text(
-        "from own import Mine, newest, Same\nMine.__name__ = 'Mine</script>'\n")
+        "from own import Memory, Mine, newest\nMine.__name__ = 'Mine</script>'\n")
     command = [sys.executable, Path(sarathi.__file__), "--explain", "--scheduler",
                f"{tmp_path}/named.py:Mine", "--order", f"{tmp_path}/named.py:newest", "--memory",
-               f"{tmp_path}/named.py:Same", "--html", tmp_path / "page.html"]
+               f"{tmp_path}/named.py:Memory", "--html", tmp_path / "page.html"]
     out = subprocess.run(command, capture_output=True, check=True).stdout
     assert b"Mine<" in out and b"iteration 4" in out  # a second module sarathi would have another
     assert out.index(b"request 3 starts") < out.index(b"request 0 starts")
     page = (tmp_path / "page.html").read_text(encoding="utf8")
-    assert "Mine</script>" in json.loads(re.search('json">(.*?)</script>', page)[1])["title"]
+    assert r"Mine\u003c/script>" in page
