@@ -2927,7 +2927,7 @@ def test_measurements_on_a_fake_clock(monkeypatch):
     assert max(run.ttfts) < 1
 
 def test_a_race_takes_turns_and_keeps_what_it_has(monkeypatch):
-    """Stopped in each call: the first of three rounds is left out, and so are ways without a run."""
+    """Stopped in each call: the first of three rounds is left out, as are ways without a run."""
     place = tiny_place()
     monkeypatch.setattr(place.args, "seconds", 4)
     for n in range(10):
