@@ -4,7 +4,6 @@ processes, models against transformers and PEFT, operators against their definit
 Triton in its interpreter and compiled for GPUs that are not here), every claim of bench, and
 command lines. SARATHI_SEED=1 pytest test_sarathi.py draws other random tests; one that fails
 prints what it drew."""
-import argparse
 import dataclasses
 import gc
 import gzip
@@ -16,12 +15,10 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import time
-import tracemalloc
 import weakref
 from array import array
 from collections import Counter, defaultdict
