@@ -2081,7 +2081,7 @@ PAST = 0, 1, 15, 16, 31, 32, 63, 64, 511
 ROWS = 9, 15, 16, 17, 33, 64, 127, 128
 
 @each("n_thread, H, Hk, D, n_few, n_many", [
-    (1, 8, 1, 16, 4, 0),
+    (1, 6, 1, 16, 4, 0),  # tiles begin within a token
     (1, 2, 2, 64, 2, 3),
     (1, 4, 1, 64, 2, 2),
     (1, 4, 4, 80, 3, 2),
@@ -2091,13 +2091,13 @@ ROWS = 9, 15, 16, 17, 33, 64, 127, 128
 def test_operator_attention(n_thread, H, Hk, D, n_few, n_many, dtype):
     """Random decodes with drafts, and chunks"""
     rng = random.Random(SEED)
-    rows = [1, *rng.choices(range(1, DECODE_ROWS + 1), k=n_few), *rng.choices(ROWS, k=n_many)]
+    rows = [5, *rng.choices(range(1, DECODE_ROWS + 1), k=n_few), *rng.choices(ROWS, k=n_many)]
     past = [255 if n_many else 4095, *rng.choices(PAST, k=n_few + n_many)]
     kv, table, at = cache_of([n + m for n, m in zip(rows, past)], Hk, D, dtype)
     spans = [*zip(accumulate((0, *rows)), rows, past, at)]
     N = sum(rows)
     q = 2 * torch.randn(N + 3, H, D).to(dtype)  # three padding rows
-    q[0] *= 20  # nearly all probabilities are 0
+    q[0] *= 8  # nearly all probabilities are 0
     tokens = kernels.zeros(N)
     batch = Batch(tokens, tokens, tokens, np.array(spans, np.int32), table.cpu().numpy(), tokens,
                   n_few + 1).to(kv, H)
@@ -2269,8 +2269,7 @@ def test_a_page_takes_memory_once_it_is_written():
 def test_limits_of_control_groups(monkeypatch, tmp_path):
     """Of version 2, then also of version 1. A container may see its host's paths."""
     files = {"a/memory.max": "4096\n", "a/b/memory.max": "max\n", "a/b/cpu.max": "7500 5000\n",
-             "cpu.max": "max 100000", "memory/a/memory.limit_in_bytes": "7",
-             "cpu,cpuacct/cpu.cfs_quota_us": "120000"}
+             "memory/a/memory.limit_in_bytes": "7", "cpu,cpuacct/cpu.cfs_quota_us": "120000"}
     for name, text in files.items():
         file = tmp_path / "sys/fs/cgroup" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -2426,14 +2425,11 @@ def test_what_an_iteration_takes(family, H, Hk, others, monkeypatch):
 @each("H, Hk, D", [(40, 40, 128), (32, 8, 128), (71, 1, 64), (8, 4, 256), (4, 4, 16)])
 def test_the_work_of_attention_fits_its_graph(H, Hk, D):
     """Random requests: tiles cover all queries and contexts, parts do not overlap, and a graph has
-    room for both, whatever the requests. The memory of an iteration has room for the parts."""
+    room for both, whatever the requests."""
     rng = random.Random(SEED)
     kv = torch.zeros(2, 1, Hk, D, dtype=bfloat16)
-    config = GPTConfig(1, H, H * D, None, Hk, D)
     for N, R in (1, 1), (8, 8), (128, 128), (256, 32), (256, 256), (640, 32), (640, 640):
         room = kernels.attention_room(N, R, H, kv)
-        kept = GPT.iteration_bytes(Mock(config=config, dtype=bfloat16), N + 8, 8)
-        assert 4 * room["n_part"] * H * D < kept or R > 32
         for n, end in product((1, R, *rng.choices(range(1, R + 1)[:20], k=6)), (0, N)):
             end = max(n, end)
             starts = [0, *sorted(rng.sample(range(1, end), n - 1)), end]
