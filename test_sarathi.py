@@ -511,7 +511,7 @@ FACTORS = {
     "n_page": [75, 90],
     "adapters": [(None,), (None, "q"), (None, "q", "ffn", "all")],
     "draft": [None, "ngram", 0.3],  # number: noise of a model
-    "spec": [2, 20, "goodput_request", "confidence"],
+    "spec": [2, "goodput_request", "confidence"],
     "temperature": [0.0, 1.0],  # of a neighbour
     "abort": [0, 4],  # step in which a neighbour is aborted, if not 0
     "lora": ["batched", "bmm", "merge"],
@@ -590,7 +590,7 @@ def serve_case(adapters, draft, spec, temperature, abort, graphs, patch, **optio
 @contextmanager
 def check_graphs(engine, eager):
     """If they are faked: all are recorded by warm(), no more than 24, and serve all iterations of
-    up to a chunk, unless 20 drafts are wanted. A larger rank replaces those with adapters."""
+    up to a chunk. A larger rank replaces those with adapters."""
     if eager is None or engine.lora != "batched":
         assert eager is None or engine.runner.graphs is None
         yield
@@ -603,8 +603,9 @@ def check_graphs(engine, eager):
     eager.clear()
     yield
     assert [*engine.runner.graphs.graphs] == recorded
-    assert engine.spec == 20 or all(n > engine.chunk for n in eager)
+    assert all(n > engine.chunk for n in eager)
     engine.add_adapter("large", LARGE)
+    assert not any(with_adapters for *_, with_adapters in engine.runner.graphs.graphs)
     tokens, = engine.generate([prompt(9)], 3, "large")
     assert tokens == naive(tuple(prompt(9)), "large", 3)
 
@@ -771,35 +772,44 @@ def test_nan_and_infinity_end_their_requests_alone(options):
             assert alone == [request.output for request in others]
 
 def test_threads_take_turns():
-    """Several generate(), one adds and aborts, one replaces an adapter, the main one steps. An
-    adapter stays while its request is added."""
+    """Several generate(), one adds and aborts, the main one steps."""
     engine = start(TARGET, [], n_page=300, max_batch=4, chunk=16, alloc="grow")
     wrong = []
 
     def generate(seed):
         for i in range(6):
             tokens = prompt(3 + 4 * i, seed)
-            with suppress(KeyError):  # it was removed
-                if engine.generate([tokens], 5, "q") != [naive(tuple(tokens), "q", 5)]:
-                    wrong.append((seed, i))
+            if engine.generate([tokens], 5) != [naive(tuple(tokens), None, 5)]:
+                wrong.append((seed, i))
 
     def abort():
         for _ in range(30):
             id = engine.add(Request(prompt(9), 50))
             engine.abort(id)
-
-    def replace_adapter():
-        for _ in range(30):
-            engine.remove_adapter("q")
-            engine.add_adapter("q", copy(ADAPTERS["q"]))
-    threads = [Thread(target=generate, args=(seed,)) for seed in range(4)]
-    threads += [Thread(target=abort), Thread(target=replace_adapter)]
+    threads = [Thread(target=generate, args=(seed,)) for seed in range(4)] + [Thread(target=abort)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         engine.step()
     assert not wrong and not engine.requests and not engine.step()
     check_pages(engine)
+
+def test_an_adapter_stays_while_a_request_is_added(monkeypatch):
+    """Another thread removes it after the request was checked."""
+    engine = start(TARGET, [])
+    thread = Thread(target=engine.remove_adapter, args=["ffn"])
+    check = sarathi.check_request
+
+    def slow_check(*args):
+        check(*args)
+        thread.start()
+        thread.join(0.2)
+    monkeypatch.setattr(sarathi, "check_request", slow_check)
+    request = Request(prompt(9), 5, "ffn")
+    engine.add(request)
+    thread.join()
+    engine.run()
+    check_tokens([request])
 
 class Program:
     """Random calls of a user on an engine, each interrupted at a random line. Afterwards requests,
@@ -1314,7 +1324,7 @@ def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
     assert torch.cuda.synchronize.called
 
 def test_what_has_no_room_in_a_graph_runs_without_one(monkeypatch):
-    """Page tables of requests that share a prefix"""
+    """Page tables of requests that share a prefix, and more drafts than usual"""
     fake_graphs(monkeypatch)
     engine = Engine(TARGET, n_page=45, max_batch=8)
     requests = [Request([1] * 40, n_past=39) for _ in range(8)]
@@ -1323,6 +1333,9 @@ def test_what_has_no_room_in_a_graph_runs_without_one(monkeypatch):
     tokens = engine.runner.run(feeds)
     engine.runner.graphs = None
     assert tokens == engine.runner.run(feeds)
+    requests = mixed()
+    serve(TARGET, requests, max_batch=2, draft=sarathi.Zeros(), spec=20)
+    check_tokens(requests)
 
 @each("draft", [None, "ngram"])
 def test_sampling_is_loaded_by_warm(draft, monkeypatch):
@@ -2659,7 +2672,6 @@ def test_drafts_are_measured_on_text(words, source, prompts, monkeypatch, tmp_pa
     assert len(ours) == 1 + 3 * 2 * 9
     assert ours["accepted, 24", "wrong, goodput"] == 0 < ours["B = 6", "wrong, goodput"]
     lookup = ours["accepted, 6", "lookup, k = 5"]  # as Own; the draft model is the same model
-    assert words or 0 < lookup < 1
     assert ours["accepted, 6", f"{source}, k = 5"] == (lookup if words else 1)
     assert {*map(len, served[:10])} == {1} and {*map(len, served)} == {1, 6, 24}
     assert all(bytes(tokens).startswith(text) for tokens, text in zip(served[-1], prompts))
@@ -2985,7 +2997,7 @@ def test_what_comes_out_of_a_run_that_is_stopped(monkeypatch, capsys, tmp_path):
     words = "timeline fig7 fig3 fig4 --hardware a6000 --json rows --plot . --trace trace"
     status, out, _ = command(monkeypatch, capsys, words)
     assert status == 130 and [*re.findall("^### (.*)", out, re.M)] == words.split()[:3]
-    assert "| 1025 " in out and "| 2 ± 1.25 (noise) " in out and "| 1.37 (off) " in out
+    assert "| 1025 " in out and "| 2 ± 1.2 (noise) " in out and "| 1.37 (off) " in out
     *others, first, second = json.loads(Path("rows").read_text())["rows"]
     assert len(others) == 15 + 24 + 2  # points, ratios of the paper
     assert (first["ours"], first["spread"]) == (2.0, (4.0 - 1.5) / 2)  # median and quartiles
