@@ -573,7 +573,7 @@ def test_a_window_may_be_added_to_attention(monkeypatch, tmp_path):
         tokens = prompt(40)
         tokens += engine.generate([tokens], 20)[0]
         assert len(computed) == 20
-        expected = logits_by(theirs)(tokens)
+        expected = logits_by(theirs, tokens)
         error = max(abs(logits - expected[at]).max() for at, logits in computed.items())
         assert (error < limit) == (limit == 1e-4)
 
