@@ -150,8 +150,7 @@ def merged(name):
 
 @cache
 def naive(tokens, name, n, seed=0, *settings):
-    """n tokens by the oracle, with the weights of an adapter merged. settings: temperature, top_k
-    and top_p of sampled tokens"""
+    """n tokens by the oracle, an adapter merged. settings: temperature, top_k, top_p of samples"""
     model = merged(name)
     if not settings:
         return greedy_loop(model.logits, tokens, n)
@@ -201,8 +200,7 @@ def pools_of(engine):
     return {memory.adapter_pool: engine.adapter_pages, memory.pool: engine.n_page}
 
 def check_pages(engine):
-    """A page is free or has one owner. Owners are running requests and loaded adapters, among them
-    all of running requests."""
+    """A page is free or has one owner: a running request, all of them, or a loaded adapter."""
     owners = set()
     for pool, n_page in pools_of(engine).items():
         pages = sorted(np.concatenate([pool.free, *pool.tables.values()]))
@@ -359,8 +357,7 @@ def as_text(values):
     return " ".join(filter(None, (str(value).replace(" ", "") for value in values)))
 
 def test_odd_requests_are_refused_or_served(monkeypatch):
-    """Each odd value in each field. A refusal is one line; what is accepted ends, and harms no good
-    neighbour."""
+    """A refusal is one line. What is accepted ends, and harms no good neighbour."""
     rng = random.Random(SEED)
     engine = start(TARGET, [], max_batch=8, n_page=300, alloc="grow", draft=draft_model(0.3))
     monkeypatch.setattr(engine, "clock", sarathi.VirtualClock())
@@ -521,8 +518,7 @@ FACTORS = {
 }
 
 def pairwise_cover(factors):
-    """Cases {name: value} that hold every pair of values of two factors: of some random candidates
-    always the one that holds most of the missing pairs"""
+    """Cases {name: value} that hold each pair of values: the best of random ones until all do"""
     rng = random.Random(SEED)
     missing = set()
     for (i, first), (j, second) in combinations(enumerate(factors.values()), 2):
@@ -655,8 +651,7 @@ SPOILS_ALONE = [
 
 @each("name", PARTS)
 def test_a_mistake_in_a_users_code_is_one_line_or_harmless(name):
-    """One method gives something else: either one line names its class, or all tokens are right. No
-    engine runs without end, no page is lost."""
+    """One method gives something else: one line names its class, or all tokens are right."""
     prompts = [prompt(9 + i, i) for i in range(3)]
     right = [naive(tuple(tokens), None, 6) for tokens in prompts]
     ways = [partial(spoil, odd=odd) for spoil in SPOILS[:3 if name == "plan" else 2]
@@ -718,8 +713,7 @@ def test_what_users_code_gives_may_be_arrays():
     assert engine.speculator.n_accepted > 9
 
 class Heads(sarathi.Proposer):
-    """Drafts by linear heads on the last hidden state, as Medusa's and EAGLE's: the model's own
-    head: now and then it is right for the token after the next one, too."""
+    """Drafts by linear heads, as Medusa's: here the model's own head, which is sometimes right."""
     def observe(self, feeds, new_tokens, hidden):
         rows = iter(hidden.split(1))
         for request, _, _, n_logits in feeds:
@@ -1079,8 +1073,7 @@ def test_which_requests_wait_and_how_many_are_preempted(options, sizes, ends, n)
 
 @each("n_page, n_hidden", [(20000, 56), (3500, 14)])  # all copies but the first four
 def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden):
-    """[S-LoRA §5.2] In its order. If the pool is small, what is prefetched is used: nothing is
-    loaded twice."""
+    """[S-LoRA §5.2] In its order. In a small pool what was copied stays: no copy is repeated."""
     seconds = []
     for n_prefetch in (32, 0):
         requests = [Request([0] * 400, 20, name) for name in range(60)]
@@ -1098,8 +1091,7 @@ def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden):
     assert ends[2] == approx(engine.now + 3 * copy)  # after the two others
 
 def test_the_pool_has_room_for_an_ordinary_adapter():
-    """Of rank 256, in addition to requests of the whole context, if the memory has more. A draft
-    model's cache has as many pages as the target's."""
+    """Of rank 256, and for whole contexts. A draft model's cache has as many pages as the target."""
     config = preset("tinyllama-1.1b")
     cost = CostModel.roofline(config, "a10g")
     n_page = 3 * 2048
@@ -1114,8 +1106,7 @@ def test_the_pool_has_room_for_an_ordinary_adapter():
 @each("scheduler, lora", [("sarathi", "batched"), ("prefill_first", "batched"),
                           ("sarathi", "merge")])
 def test_the_cache_leaves_room_for_iterations(scheduler, lora, monkeypatch):
-    """Of 100 MB. prefill_first may feed as many tokens at once as the cache holds; weights with a
-    merged adapter lie beside those without."""
+    """prefill_first may feed as much as the cache holds; merged weights lie beside the others."""
     monkeypatch.setattr(GPT, "free_memory", lambda *_: 1e8)
     n = Engine(TARGET, scheduler, chunk=64, max_batch=1000, lora=lora).n_page
     used = n * TINY.page_bytes(4) + 2 * TARGET.iteration_bytes(1064, 1000)
@@ -1146,8 +1137,7 @@ def test_prompt_lookup(text, k, expected):
     (sarathi.Oracle(1.0), 0.1, 0.05, [7, 2]),  # it sees that all will be accepted
 ])
 def test_goodput_is_expected_tokens_per_second(policy, alpha, per_draft, expected):
-    """[SmartSpec Eq. 8 to 10], after an iteration in which drafts cost nothing. The second request
-    can use two levels of drafts at most"""
+    """[SmartSpec Eq. 8 to 10], after an iteration with free drafts. The second takes two levels."""
     requests = [Request([1], 8, acceptance=0.5, seed=0), Request([1], 3, seed=0)]
     policy.n_drafts(requests, [7, 2], alpha, lambda takers: 1)
     price = Mock(side_effect=lambda takers: 1 + per_draft * sum(takers))
@@ -1250,8 +1240,7 @@ def test_sampled_speculation_is_lossless(source, is_broken, monkeypatch):
 
 @each("scheduler", SCHEDULERS)
 def test_sampled_tokens_depend_on_their_seed_alone(scheduler):
-    """Also after preemptions: the oracle's logits, and a uniform number for each position. The
-    default is of the engine's seed and the request's id."""
+    """Also after preemptions. The default is of the engine's seed and the request's id."""
     requests = mixed((None, "q", "ffn"), 6, temperature=2.0)
     for i, request in enumerate(requests):
         request.seed = 2**63 // i if i % 2 else None
@@ -1271,8 +1260,7 @@ def test_random_numbers_differ():
         assert len({sarathi.hash_of(*key) for key in keys}) == len(keys)
 
 def test_requests_with_the_same_adapter_share_its_segments():
-    """Rows of an adapter stand side by side, and are one segment: (first row, rows). Nine rows of
-    decodes are multiplied like a chunk's."""
+    """(first row, rows): side by side. Nine rows of decodes are multiplied like a chunk's."""
     requests = [Request([1] * n, 2, name) for name, n in [
         ("q", 1), (None, 1), ("all", 2), ("q", 8), ("all", 9), ("q", 20)]]
     engine = start(TARGET, requests, "orca", max_batch=20, n_page=2000)
@@ -1299,8 +1287,7 @@ def test_operators_are_compiled_before_the_clock_starts(monkeypatch):
     library.assert_called_once_with(float32, 16)
 
 def test_an_iteration_without_tokens_is_waited_for(monkeypatch):
-    """On a GPU, where nothing else does: the clock would be too early. Copies of adapters, on
-    another stream, are waited for after an exception alone."""
+    """Else a GPU's clock would be too early. Only reset() waits for copies of adapters, too."""
     engine = start(TARGET, [Request(prompt(40), 2)], chunk=16)
     engine.runner.copies = True
     engine.runner.graphs = None
@@ -1450,8 +1437,7 @@ def test_a_cost_model_of_ones_own_needs_only_parts(options):
     assert {type(t) for request in requests for t in request.times} == {float}
 
 def test_stats_of_an_iteration():
-    """A chunk of 64 tokens, a verification of two drafts and a decode. The chunk and the decode
-    have the same adapter, of ten weights: they read it once."""
+    """A chunk, a verification of two drafts, a decode. The first and the last share an adapter."""
     actual = A100.stats([feed(100, 64, 1, 10), feed(9, 3, 3, 20), feed(5, 1, 1, 10)])
     assert actual == IterationStats(
         n_tokens=64 + 3 + 1,
@@ -1846,8 +1832,7 @@ def test_a_folder_is_taken_before_a_preset(tmp_path, monkeypatch, capsys):
         load_model("llama-7b/config.json")  # no name on the Hub
 
 def test_needed_files_come_from_the_hub(tmp_path, monkeypatch):
-    """The index says where a tensor is: other shards may hold an old one, and tensors that it does
-    not name."""
+    """The index says where a tensor is: other shards may hold old ones, and unnamed tensors."""
     TARGET.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
@@ -1919,8 +1904,7 @@ CHATML = """<s>{% for message in messages %}
 
 @pytest.fixture(params=["gpt2", "llama2"])
 def three_tokenizers(request, tmp_path):
-    """-> ours, transformers', and the tokenizer itself. Its file is as after a training, in which
-    texts were truncated."""
+    """-> ours, transformers', the library's. The file is as after a training on short texts."""
     transformers = pytest.importorskip("transformers")
     library = tokenizer_of(request.param)
     library.enable_truncation(4)
@@ -1954,8 +1938,7 @@ def test_tokens_and_chats_are_those_of_transformers(three_tokenizers, tmp_path):
         load_tokenizer(tmp_path)
 
 def test_streamed_texts_are_those_of_transformers(three_tokenizers):
-    """Any tokens, those of bytes that are a character with some neighbours and none with others,
-    and those of spaces that are cleaned up"""
+    """Any tokens, also bytes that are parts of characters, and spaces that are cleaned up"""
     ours, theirs, library = three_tokenizers
     rng = random.Random(SEED)
     few = "<0xC2> <0xA0> <0x20> <0xF0> </s> a ▁a ▁ Â ł Ġ".split()
@@ -2050,8 +2033,7 @@ def test_operator_linear(n_in, n_out, n_thread, dtype):
 
 @each("N, C, mean", [(1, 48, 1), (33, 1040, 1), (9, 768, 1000)])
 def test_operator_add_norm_and_activate(N, C, mean, dtype):
-    """RMSNorm and LayerNorm, with and without a sum, which is rounded as torch rounds it; GELU and
-    SwiGLU"""
+    """RMSNorm and LayerNorm, of a sum that is rounded as by torch, or of none; GELU and SwiGLU"""
     x, y = torch.randn(2, N, C).to(dtype) + mean
     weight, bias = torch.randn(2, C).to(dtype)
     for added, shift in product((y, None), (bias, None)):
@@ -2082,8 +2064,7 @@ def test_operator_rotate_write(N, H, Hk, D, dtype):
         near(kv, kv_ref)
 
 def cache_of(lengths, Hk, D, dtype):
-    """Random pages for runs of these lengths, between pages that hold NaN. -> the cache, the page
-    table, where each run starts in it"""
+    """Runs of random pages among pages of NaN. -> the cache, the page table, each run's start"""
     n = sum(lengths)
     table = torch.randperm(2 * n)[:n].int()
     kv = torch.full((2, 2 * n, Hk, D), math.nan, dtype=dtype)
@@ -2176,6 +2157,8 @@ def test_tokens_are_sampled_as_defined():
         tokens = kernels.sample(p, torch.full((len(p),), u))
         assert p.gather(1, tokens[:, None]).all()
 
+# ---- how C++ is compiled; threads and memory
+
 no_cpp = pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="C++ does not run")
 
 def forget_compiled():
@@ -2197,8 +2180,7 @@ KNOW_TILES = [name for name in ("g++", "clang++")
 @each("layout, compiler", [*((layout, None) for layout in kernels.LAYOUTS),
                            *(("amx", name) for name in KNOW_TILES)])
 def test_products_of_every_layout(layout, compiler, dtype, compiled_anew, monkeypatch):
-    """Weights and products as another processor has them. AMX's tiles are compiled for all, and
-    vectors run where Linux refuses the tiles."""
+    """As on another processor. AMX is compiled for all; where Linux refuses it, vectors run."""
     monkeypatch.setenv("SARATHI_CPU", layout)
     if compiler:
         monkeypatch.setenv("CXX", compiler)
@@ -2230,8 +2212,7 @@ exec g++ "$@"
     (None, 0o755, []),  # it is not there
 ])
 def test_every_compiler_and_cache(fails, mode, found, compiled_anew, monkeypatch, tmp_path, capsys):
-    """Operators equal their definitions, and a line says that they are slower. A second process
-    compiles nothing that was kept."""
+    """One line says that operators are slower. A second process compiles nothing that was kept."""
     monkeypatch.delenv("SARATHI_CPU", raising=False)
     monkeypatch.setenv("CXX", str(tmp_path / "c++"))
     monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
@@ -2292,10 +2273,11 @@ def test_limits_of_control_groups(monkeypatch, tmp_path):
         assert kernels.least_limit("memory.max", "memory.limit_in_bytes") == memory
         assert kernels.least_limit("cpu.max", "cpu.cfs_quota_us", period=100000) == cpus
 
+# ---- Triton, for GPUs that are not here
+
 @pytest.fixture(scope="session", autouse=True)
 def interpreter(request, tmp_path_factory):
-    """The tests of operators in a process beside the others, and the file of its output. triton
-    reads TRITON_INTERPRET when it is imported."""
+    """Operators, in a process beside the others: triton reads TRITON_INTERPRET at its import."""
     wanted = {item.name for item in request.session.items}
     if test_triton_in_its_interpreter.__name__ not in wanted:
         yield
@@ -2308,8 +2290,7 @@ def interpreter(request, tmp_path_factory):
         run.kill()
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that run on a device: not views, and not those that reserve memory; and
-    the bytes of tensors."""
+    """Counts the operators that run on a device, except views and new memory; and bytes."""
     def __init__(self):
         super().__init__()
         self.counts = Counter()
@@ -2340,9 +2321,8 @@ class Launches(TorchDispatchMode):
         self.peak = max(self.peak, self.n_bytes)
 
 class FakeGPU(Launches):
-    """Triton launches on a GPU that is not here; a program may share `memory` bytes. Its kernels
-    and the products of weights compute nothing."""
-    def __init__(self, monkeypatch, arch=90, memory=232448):
+    """A GPU that is not here: Triton's kernels and the products of weights compute nothing."""
+    def __init__(self, monkeypatch, arch=90, memory=232448):  # bytes that a program may share
         super().__init__()
         triton = pytest.importorskip("triton")
         driver = Mock(get_current_device=lambda: arch)
@@ -2434,8 +2414,7 @@ def test_what_an_iteration_takes(family, H, Hk, others, monkeypatch):
 
 @each("H, Hk, D", [(40, 40, 128), (32, 8, 128), (71, 1, 64), (8, 4, 256), (4, 4, 16)])
 def test_the_work_of_attention_fits_its_graph(H, Hk, D):
-    """Random requests: tiles cover all queries and contexts, parts do not overlap, and a graph has
-    room for both, whatever the requests."""
+    """Tiles cover all queries and contexts, parts do not overlap, a graph has room for both."""
     rng = random.Random(SEED)
     kv = torch.zeros(2, 1, Hk, D, dtype=bfloat16)
     for N, R in (1, 1), (8, 8), (128, 128), (256, 32), (256, 256), (640, 32), (640, 640):
@@ -2460,8 +2439,7 @@ def test_the_work_of_attention_fits_its_graph(H, Hk, D):
 
 @each("scheduler, spec", [("sarathi_serve", "off"), ("prefill_first", 3)])
 def test_nothing_is_compiled_while_requests_are_served(scheduler, spec, monkeypatch):
-    """As Triton would compile for llama-13b's heads: a kernel again for arguments of another
-    kind. Prompts of more than a chunk run without a graph."""
+    """Triton compiles a kernel again for arguments of another kind. Long prompts have no graph."""
     gpu = FakeGPU(monkeypatch)
     fake_graphs(monkeypatch)
     engine = gpu.serve(40, 40, 128, "llama", bfloat16, spec, 20, scheduler, 256)
