@@ -1091,7 +1091,7 @@ def test_adapters_of_the_queue_are_copied_while_others_run(n_page, n_hidden):
     assert ends[2] == approx(engine.now + 3 * copy)  # after the two others
 
 def test_the_pool_has_room_for_an_ordinary_adapter():
-    """Of rank 256, and for whole contexts. A draft model's cache has as many pages as the target."""
+    """For rank 256 and whole contexts. A draft model's cache has as many pages as the target."""
     config = preset("tinyllama-1.1b")
     cost = CostModel.roofline(config, "a10g")
     n_page = 3 * 2048
