@@ -628,7 +628,7 @@ def test_a_memory_may_share_prefixes(start):
             own = type("Own", (names["Mine"],), dict(size=rng.choice((1, 2, 4, 16))))
             options["order"] = rng.choice((None, sarathi.lcfs, names["mine"]))
             if draft:
-                drafts = {"zeros": sarathi.Zeros(), "model": draft_model(0.3)}
+                drafts = {"zeros": sarathi.Zeros(), "model": draft_model()}
                 options |= dict(draft=drafts.get(draft, draft), spec=rng.choice((2, "goodput")))
             engine = start_engine(model, requests, cost=COST, memory=own, **options)
             while engine.requests:
