@@ -907,7 +907,7 @@ class Program:
         if len(self.sources) > 1:
             calls.append(self.remove_adapter)
         # lines to the interruption; with 0 there is none
-        self.n_left = self.rng.randint(0, self.rng.choice([0, 50, 1000]))
+        self.n_left = self.rng.randint(0, self.rng.choice([0, 0, 50, 1000]))
         with suppress(KeyboardInterrupt):
             self.rng.choice(calls)()
         self.n_left = 0

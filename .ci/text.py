@@ -10,7 +10,7 @@ from pathlib import Path
 FILES = {  # file -> most lines, code tokens, code tokens in a line of code
     "kernels.py": (1645, 9520, 13), "model.py": (1150, 8900, 10.5),
     "sarathi.py": (2800, 20600, 10.5), "bench.py": (2350, 19950, 11.2),
-    "test_sarathi.py": (3120, 33000, 13)}
+    "test_sarathi.py": (3120, 33010, 13)}
 LESSON = ("sarathi.py", "model.py", "kernels.py"), 1250  # files, and most lines of all
 AHEAD = 0  # names that sarathi.py uses more than one section before they are defined
 README = {"lines": 150, "words": 1500, "numbers": 160}
